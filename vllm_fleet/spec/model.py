@@ -64,7 +64,7 @@ class Model(Settings):
     vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
         None, description="Release for this model, over the host's `vllm_version`."
     )
-    vllm_args: dict[str, Scalar | None | list[Scalar] | dict[str, Any]] = Field(
+    vllm_args: dict[str, Scalar | list[Scalar] | dict[str, Any] | None] = Field(
         default_factory=dict,
         description="Further options of `vllm serve`, by long name without dashes; "
         "true stands for a bare flag, a mapping for JSON.",
@@ -97,7 +97,7 @@ class Instance(Settings):
     vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
         None, description="Release for this instance, over the model's and the host's."
     )
-    vllm_args: dict[str, Scalar | None | list[Scalar] | dict[str, Any]] = Field(
+    vllm_args: dict[str, Scalar | list[Scalar] | dict[str, Any] | None] = Field(
         default_factory=dict,
         description="Further options of `vllm serve`, over those of the model.",
     )
