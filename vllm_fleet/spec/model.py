@@ -26,7 +26,6 @@ COMMIT = re.compile(r"^[0-9a-f]{40}$")
 CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d*)\s*x\s*(?P<kind>\S.*)$")
 
 
-
 @dataclass(frozen=True)
 class Wants:
     """What a value must be, in plain words: for complaints and docs/settings.md."""
@@ -44,9 +43,9 @@ Path = Annotated[
 OneLine = Annotated[
     str,
     Field(min_length=1, pattern=r"^[^\x00\n\r]+$"),
-    Wants("text in one line, not empty"),
+    Wants("a non-empty line of text"),
 ]
-Value = Annotated[str, Field(pattern=r"^[^\x00\n\r]*$"), Wants("text in one line")]
+Value = Annotated[str, Field(pattern=r"^[^\x00\n\r]*$"), Wants("one line of text")]
 Name = Annotated[
     str,
     Field(pattern=NAME),
@@ -98,7 +97,9 @@ class Model(Settings):
         False, description="Run code from the repository; only with a commit as revision."
     )
     vllm_version: Version | None = Field(
-        None, description="Release for this model, over the host's `vllm_version`."
+        None,
+        description="Release for this model, over the host's `vllm_version`.",
+        examples=["0.21.0"],
     )
     vllm_args: dict[str, Scalar | list[Scalar] | dict[str, Any] | None] = Field(
         default_factory=dict,
@@ -107,7 +108,9 @@ class Model(Settings):
         examples=[{"enable-auto-tool-choice": True, "tool-call-parser": "glm45"}],
     )
     env: dict[EnvName, Value] = Field(
-        default_factory=dict, description="Further environment of the engine (strings)."
+        default_factory=dict,
+        description="Further environment of the engine; numbers in quotes, never secrets.",
+        examples=[{"VLLM_LOGGING_LEVEL": "DEBUG"}],
     )
 
 
@@ -118,9 +121,7 @@ class Instance(Settings):
         str,
         Field(pattern=INSTANCE_NAME, max_length=64),
         Wants('a name of at most 64 small letters, digits, ".", "_" and "-"'),
-    ] = Field(
-        description="Its unit is `vllm@<name>.service`.", examples=["air-a"]
-    )
+    ] = Field(description="Its unit is `vllm@<name>.service`.", examples=["air-a"])
     hosts: tuple[str, ...] = Field(
         min_length=1, description="Hosts that run it, one each.", examples=[["gpu-01", "gpu-02"]]
     )
@@ -138,14 +139,19 @@ class Instance(Settings):
         description="Port of the server on each host.", examples=[8001]
     )
     vllm_version: Version | None = Field(
-        None, description="Release for this instance, over the model's and the host's."
+        None,
+        description="Release for this instance, over the model's and the host's.",
+        examples=["0.22.0"],
     )
     vllm_args: dict[str, Scalar | list[Scalar] | dict[str, Any] | None] = Field(
         default_factory=dict,
         description="Further options of `vllm serve`, over those of the model.",
+        examples=[{"gpu-memory-utilization": 0.85}],
     )
     env: dict[EnvName, Value] = Field(
-        default_factory=dict, description="Further environment, over that of the model."
+        default_factory=dict,
+        description="Further environment, over that of the model.",
+        examples=[{"NCCL_DEBUG": "INFO"}],
     )
 
     @field_validator("cards")
@@ -169,7 +175,9 @@ class PackageIndex(Settings):
         description="Package index; null: the host's own pip configuration.",
         examples=["https://mirror.example/simple"],
     )
-    extra_index_urls: tuple[OneLine, ...] = Field((), description="Further indexes.")
+    extra_index_urls: tuple[OneLine, ...] = Field(
+        (), description="Further indexes.", examples=[["https://wheels.example/cu129"]]
+    )
     find_links: tuple[OneLine, ...] = Field(
         (), description="Further folders or pages of wheels.", examples=[["http://seed:8900/whl/"]]
     )
@@ -180,8 +188,10 @@ class Proxy(Settings):
     """Outgoing proxy of the hosts, for installs and downloads alone."""
 
     http: OneLine | None = Field(None, description="http_proxy.", examples=["http://proxy:3128"])
-    https: OneLine | None = Field(None, description="https_proxy.")
-    no_proxy: OneLine | None = Field(None, description="Hosts reached directly.")
+    https: OneLine | None = Field(None, description="https_proxy.", examples=["http://proxy:3128"])
+    no_proxy: OneLine | None = Field(
+        None, description="Hosts reached directly.", examples=["localhost,.internal"]
+    )
 
 
 class Hub(Settings):
@@ -193,7 +203,9 @@ class Hub(Settings):
         examples=["http://hub.internal:9000"],
     )
     token_file: OneLine | None = Field(
-        None, description="File on the operator's machine that holds the hub's token."
+        None,
+        description="File on the operator's machine that holds the hub's token.",
+        examples=["secrets/hub.token"],
     )
 
 
@@ -242,7 +254,9 @@ class Grafana(Settings):
         ],
     )
     key_file: OneLine | None = Field(
-        None, description="Signing key on the operator's machine, put to /etc/apt/keyrings."
+        None,
+        description="Signing key on the operator's machine, put to /etc/apt/keyrings.",
+        examples=["files/grafana.gpg"],
     )
 
 
