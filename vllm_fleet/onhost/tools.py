@@ -324,8 +324,6 @@ def uv_arguments(
             arguments += ["--allow-insecure-host", host]
         if config.get("proxy"):
             env["ALL_PROXY"] = config["proxy"][0]
-        for path in config.get("constraint", []):
-            arguments += ["--constraint", path]
     if several:
         # As pip does. uv alone would stop at the first index that knows a name, and an extra
         # index often holds a few versions only. Hashes decide what is installed either way.
