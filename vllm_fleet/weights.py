@@ -1,0 +1,131 @@
+"""Weights, as plain data: which directory a model's weights are in, and what to fetch. Pure.
+
+The work is done on the host by :mod:`vllm_fleet.onhost.weights`, which takes what
+:func:`order` returns, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_fleet import paths
+from vllm_fleet.spec.model import COMMIT, HostSettings, Model, Source
+
+STAMP = ".verified.json"  # in a verified directory: what was checked, file by file
+STAMPS = f"{paths.STATE}/weights"  # stamps of directories that are not ours to write
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights one model wants on a host."""
+
+    name: str
+    source: Source
+    repo: str
+    revision: str
+    directory: str  # what vLLM is given
+    stamp: str  # file that says the directory is complete and verified
+    needs_tokenizer: bool
+    needs_chat_template: bool
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a stamp must say for these weights to be the wanted ones."""
+        return {"source": self.source, "repo": self.repo, "revision": self.revision}
+
+
+def wanted(name: str, model: Model) -> Weights:
+    """What a model of this name wants.
+
+    A chat template is needed for task `chat`, unless `vllm_args` brings one; a tokenizer
+    always, unless `vllm_args` names another or does without.
+    """
+    ours = model.source != "path"
+    directory = f"{paths.MODELS}/{name}/{path_safe(model.revision)}" if ours else model.repo
+    given = {key.lstrip("-").replace("_", "-") for key in model.vllm_args}
+    own_tokenizer = not given & {"tokenizer", "skip-tokenizer-init"}
+    return Weights(
+        name=name,
+        source=model.source,
+        repo=model.repo,
+        revision=model.revision if ours else "",
+        directory=directory.rstrip("/") or "/",
+        stamp=f"{directory}/{STAMP}" if ours else f"{STAMPS}/{name}.json",
+        needs_tokenizer=own_tokenizer,
+        needs_chat_template=model.task == "chat"
+        and own_tokenizer
+        and "chat-template" not in given,
+    )
+
+
+def path_safe(revision: str) -> str:
+    """One directory name for a revision; two revisions never share one.
+
+    Tags and commits stay as they are; `refs/pr/1` becomes `refs-pr-1-` and eight hex digits.
+    """
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", revision):
+        return revision
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", revision).strip("-.")[:80] or "revision"
+    return f"{plain}-{hashlib.sha256(revision.encode()).hexdigest()[:8]}"
+
+
+def problem(model: Model) -> str | None:
+    """Why this model's weights may not be fetched, in words for the operator; else None."""
+    if model.trust_remote_code and model.source != "path" and not COMMIT.match(model.revision):
+        return (
+            f"trust_remote_code runs code from the repository, and {model.revision!r} can move; "
+            "give the commit (40 hex digits) as revision"
+        )
+    if model.source == "path":
+        if not model.repo.startswith("/"):
+            return f"source is path, and {model.repo!r} is not an absolute directory"
+        return None
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", model.repo) or ".." in model.repo:
+        return f"{model.repo!r} is not OWNER/NAME of a repository"
+    return None
+
+
+def verified(stamp: Mapping[str, object] | None, weights: Weights) -> bool:
+    """Whether a stamp, as a host's facts hold it, is of these weights and passed the checks.
+
+    Whether the files still are what the stamp says is looked at by onhost/weights.py, which
+    needs no request and reads no data for that.
+    """
+    if stamp is None or any(stamp.get(key) != value for key, value in weights.identity.items()):
+        return False
+    passed = stamp.get("passed")
+    return isinstance(passed, list) and set(needs(weights)) <= set(passed)
+
+
+def needs(weights: Weights) -> tuple[str, ...]:
+    """The checks beyond the files themselves that these weights must have passed."""
+    return tuple(
+        check
+        for check, on in (
+            ("tokenizer", weights.needs_tokenizer),
+            ("chat_template", weights.needs_chat_template),
+        )
+        if on
+    )
+
+
+def order(name: str, model: Model, settings: HostSettings) -> dict[str, object]:
+    """What onhost/weights.py is told to have ready, as JSON values.
+
+    `token_file` is left out: whoever puts the token on the host adds its path there.
+    """
+    weights = wanted(name, model)
+    return {
+        "name": name,
+        **weights.identity,
+        "directory": weights.directory,
+        "stamp": weights.stamp,
+        "needs": list(needs(weights)),
+        "trust_remote_code": model.trust_remote_code,
+        "endpoint": settings.hub.endpoint,
+        "proxy": settings.proxy.model_dump(mode="json"),
+        "state": STAMPS,
+    }
