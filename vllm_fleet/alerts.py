@@ -222,7 +222,7 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
             "10m",
             "warning",
             "{{ $labels.host }}: instance {{ $labels.instance }} preempts "
-            "{{ $value | humanize }} requests a second",
+            "{{ printf `%.1f` $value }} requests a second",
             "More sequences run than their KV cache bears; preempted ones are computed again.",
             "Lower `max-num-seqs` or see kv-cache-full.",
         ),
