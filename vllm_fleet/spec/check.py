@@ -14,6 +14,7 @@ from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.layers import Layer, Loaded, LoadedHost
 from vllm_fleet.spec.model import COMMIT, Instance, Model
 from vllm_fleet.spec.words import nearest
+from vllm_fleet.spec.yamlfile import Node
 
 NODE_EXPORTER_PORT = 9100  # on every host
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
@@ -80,6 +81,8 @@ class _Findings:
 
     def say(self, at: _At, text: str, host: str | None = None, *, at_key: bool = False) -> None:
         """Add a complaint; ``{hosts}`` in the text becomes the names of all its hosts."""
+        if at.layer.flawed(at.loc):
+            return  # what stands there was refused already
         complaint = at.layer.document.complaint(at.loc, "", at_key=at_key)
         self.add(complaint, text, host)
 
@@ -104,14 +107,17 @@ def check_fleet(loaded: Loaded) -> tuple[tuple[Complaint, ...], tuple[Complaint,
     found, warnings = _Findings(), _Findings()
     for layer in loaded.layers:
         _layer(found, layer)
-        _placement(found, layer, loaded)
+        if not loaded.inventory.complaints:  # else its hosts are not known
+            _placement(found, layer, loaded)
     for host in loaded.hosts:
         _cards_and_ports(found, host)
         _instances(found, host)
+        _listening(found, host)
     _names(found, loaded)
-    _unserved(found, loaded)
     _files(found, loaded)
-    _fleet_warnings(warnings, loaded)
+    if not loaded.inventory.complaints:
+        _unserved(found, loaded)
+        _fleet_warnings(warnings, loaded)
     return found.complaints(), warnings.complaints()
 
 
@@ -132,10 +138,10 @@ def _layer(found: _Findings, layer: Layer) -> None:
     for name, model in layer.models.items():
         loc: Loc = ("models", name)
         _model(found, layer, loc, model)
-        _options(found, layer, loc, model)
+        _options(found, layer, loc)
     for number, instance in layer.instances:
         loc = ("instances", number)
-        _options(found, layer, loc, instance)
+        _options(found, layer, loc)
         seen: set[str] = set()
         for index, host in enumerate(instance.hosts):
             if host in seen:
@@ -161,19 +167,22 @@ def _model(found: _Findings, layer: Layer, loc: Loc, model: Model) -> None:
                 "write a commit (40 hex digits) as revision"
             )
             found.say(_At(layer, (*loc, "trust_remote_code")), text)
-    for option in ("max-model-len", "max_model_len"):
-        if option in model.vllm_args:
-            text = "is set by us; it is `max_model_len` of the model"
-            found.say(_At(layer, (*loc, "vllm_args", option)), text, at_key=True)
 
 
-def _options(found: _Findings, layer: Layer, loc: Loc, owner: Model | Instance) -> None:
-    """Options and environment that are ours, cannot be written so, or hold a secret."""
-    for name, value in owner.vllm_args.items():
+def _options(found: _Findings, layer: Layer, loc: Loc) -> None:
+    """Options and environment that are ours, cannot be written so, or hold a secret.
+
+    Looks at what is written, so that a mistake elsewhere in ``vllm_args`` or ``env`` hides none.
+    """
+    owner = layer.document.root.at(loc)
+    for name in _keys(owner, "vllm_args"):
         at = _At(layer, (*loc, "vllm_args", name))
         plain = name.lstrip("-").replace("_", "-").lower()
+        value = owner.items["vllm_args"].items[name].value
         if plain in OWN_ARGS:
             found.say(at, f"is set by us; {OWN_ARGS[plain]}", at_key=True)
+        elif loc[0] == "models" and plain == "max-model-len":
+            found.say(at, "is set by us; it is `max_model_len` of the model", at_key=True)
         elif name.startswith("-"):
             text = f'write the option without leading dashes: "{name.lstrip("-")}"'
             found.say(at, text, at_key=True)
@@ -181,17 +190,21 @@ def _options(found: _Findings, layer: Layer, loc: Loc, owner: Model | Instance) 
             found.say(at, "is not the name of an option", at_key=True)
         elif _secret_value(value):
             found.say(at, _SECRET_TEXT)
-        if _holds_nul(value):
+        elif _holds_nul(value):
             found.say(at, "must not hold a NUL character")
-    for name, text in owner.env.items():
+    for name in _keys(owner, "env"):
         at = _At(layer, (*loc, "env", name))
         if name in OWN_ENV:
             found.say(at, f"is set by us; {OWN_ENV[name]}", at_key=True)
         elif name == "VLLM_API_KEY":
             text = "keys are checked at the gateway; name their file in api_keys.file"
             found.say(at, text, at_key=True)
-        elif _SECRET_ENV.search(name) or _secret_value(text):
+        elif _SECRET_ENV.search(name) or _secret_value(owner.items["env"].items[name].value):
             found.say(at, _SECRET_TEXT, at_key=True)
+
+
+def _keys(owner: Node, field: str) -> list[str]:
+    return list(owner.items[field].keys) if field in owner.items else []
 
 
 _SECRET_TEXT = (
@@ -215,8 +228,6 @@ def _holds_nul(value: Any) -> bool:
 def _placement(found: _Findings, layer: Layer, loaded: Loaded) -> None:
     """Every host of an instance is one of the inventory's, in group gpu."""
     hosts = loaded.inventory.hosts
-    if not hosts:  # the inventory itself is broken
-        return
     for number, instance in layer.instances:
         for index, name in enumerate(instance.hosts):
             at = _At(layer, ("instances", number, "hosts", index))
@@ -272,7 +283,7 @@ def _other_ports(host: LoadedHost) -> Iterator[tuple[int, str]]:
         yield port, owner
 
 
-def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, tuple[str, str] | None]]:
+def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     """Port, owner and, where a setting decides it, the setting."""
     groups, settings = host.host.groups, host.settings
     ssh = host.host.data.get("ssh_port", 22)
@@ -300,10 +311,10 @@ def _instances(found: _Findings, host: LoadedHost) -> None:
             near = nearest(instance.model, names)
             hint = f'; did you mean "{near}"?' if near else ""
             if not near:
-                hint = f"; there are {_some(names)}" if names else "; `models` is empty"
+                hint = f"; known: {_some(names)}" if names else "; `models` is empty"
             text = f'"{instance.model}" is no model of {{hosts}}{hint}'
             found.say(_At(at.layer, (*at.loc, "model")), text, me)
-        version = instance.vllm_version or (model and model.vllm_version)
+        version = instance.vllm_version or (model.vllm_version if model else None)
         if not version and _absent(host, "vllm_version") and instance.model not in broken:
             text = "no release for {hosts}; set vllm_version in all.yml, here or at the model"
             found.say(_At(at.layer, (*at.loc, "vllm_version")), text, me)
@@ -316,14 +327,22 @@ def _instances(found: _Findings, host: LoadedHost) -> None:
         elif device != "cpu" and not instance.cards:
             text = f"is missing or empty; {{hosts}}: computes on {device}, so name the cards"
             found.say(cards_at, text, me)
-    seen: dict[int, str] = {}
+
+
+def _listening(found: _Findings, host: LoadedHost) -> None:
+    """The gateway, Prometheus and what every host has: one listener a port."""
+    seen: dict[int, tuple[str, Loc | None]] = {}
     for port, owner, setting in _listeners(host):
-        if port in seen and setting is not None:
-            layer = host.sources.get(setting[0])
-            text = f"port {port} of {{hosts}} is taken by {seen[port]}"
-            if layer is not None:
-                found.say(_At(layer, setting), text, me)
-        seen.setdefault(port, owner)
+        first, first_setting = seen.setdefault(port, (owner, setting))
+        if first == owner:
+            continue
+        # Said where the operator wrote one of the two; a default cannot be pointed at.
+        for loc, other in ((setting, first), (first_setting, owner)):
+            layer = host.sources.get(str(loc[0])) if loc else None
+            if layer is not None and loc is not None:
+                text = f"port {port} of {{hosts}} is taken by {other}"
+                found.say(_At(layer, loc), text, host.host.name)
+                break
 
 
 def _absent(host: LoadedHost, key: str) -> bool:
@@ -487,11 +506,12 @@ def _fleet_warnings(found: _Findings, loaded: Loaded) -> None:
     if models and any(layer.models for layer in models) and not inventory.groups.get("gateway"):
         text = "no host is in group gateway: clients must ask the instances themselves"
         found.add(Complaint(inventory.file, 1, 1, "", ""), text)
+    by_name = {host.host.name: host for host in loaded.hosts}
     used = {id(host.sources.get("instances")) for host in loaded.hosts}
     for layer in loaded.layers:
         for number, instance in layer.instances:
             for index, name in enumerate(instance.hosts):
-                host = next((h for h in loaded.hosts if h.host.name == name), None)
+                host = by_name.get(name)
                 source = host.sources.get("instances") if host else None
                 if source is None or source is layer:
                     continue

@@ -25,7 +25,9 @@ class Complaint:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
-        return f"{place}: {self.key}: {self.text}" if self.key else f"{place}: {self.text}"
+        whole = f"{place}: {self.key}: {self.text}" if self.key else f"{place}: {self.text}"
+        # Names from files may hold anything, and a complaint is one line.
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in whole)
 
 
 class SpecError(Exception):

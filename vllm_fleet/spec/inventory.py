@@ -9,11 +9,13 @@ complaints.
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import sys
 import traceback
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class InventoryFile:
         """
         start, found = (0, 0), (1, 1)
         for name in names:
-            places = [p for p, text in self._texts() if text == name and p > start]
+            places = [p for p, text in self._texts if text == name and p > start]
             if not places:
                 return found
             found = start = min(places)
@@ -70,21 +72,23 @@ class InventoryFile:
 
     def variable(self, name: str) -> tuple[int, int]:
         """Line and column of the assignment of a module-level name."""
-        for node in ast.walk(self._tree()):
+        for node in ast.walk(self._tree):
             if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
                 return node.lineno, node.col_offset + 1
         return 1, 1
 
+    @cached_property
     def _tree(self) -> ast.Module:
         try:
             return ast.parse(self.source)
         except (SyntaxError, ValueError):
             return ast.Module([], [])
 
+    @cached_property
     def _texts(self) -> list[tuple[tuple[int, int], str]]:
         return [
             ((node.lineno, node.col_offset + 1), node.value)
-            for node in ast.walk(self._tree())
+            for node in ast.walk(self._tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
 
@@ -118,7 +122,8 @@ def _run(found: InventoryFile, path: str) -> dict[str, Any] | None:
     searched = list(sys.path)
     sys.path.append(os.getcwd())  # as pyinfra does
     try:
-        exec(compile(found.source, path, "exec"), names)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is the caller's
+            exec(compile(found.source, path, "exec"), names)
     except SyntaxError as error:
         line, column = error.lineno or 1, error.offset or 1
         complaint = Complaint(found.file, line, column, "", f"not Python: {error.msg}")
@@ -183,7 +188,7 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    return f"of type {type(value).__name__}"
 
 
 def _assemble(found: InventoryFile, groups: dict[str, tuple[list[Any], dict[str, Any]]]) -> None:
@@ -201,7 +206,7 @@ def _assemble(found: InventoryFile, groups: dict[str, tuple[list[Any], dict[str,
         for name, data in hosts:
             if name not in found.hosts:
                 line, column = found.place(name)
-                text = f'{group} has "{name}", which `all` has not: pyinfra would leave it out'
+                text = f'has "{name}", which `all` has not: pyinfra would leave it out'
                 found.complaints.append(Complaint(found.file, line, column, group, text))
                 continue
             found.hosts[name].data.update(data)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.inventory import InventoryFile, InventoryHost
-from vllm_fleet.spec.model import HostSettings, Instance, Model
-from vllm_fleet.spec.words import complaints_of
+from vllm_fleet.spec.model import HostSettings, Instance, Model, Settings
+from vllm_fleet.spec.words import complaints_of, places_of
 from vllm_fleet.spec.yamlfile import Document, Node, read_document
 
 
@@ -26,26 +27,31 @@ from vllm_fleet.spec.yamlfile import Document, Node, read_document
 class Layer:
     """One place that settings come from: a file of group_vars, or a host's data.
 
-    ``values`` holds what is valid, by top-level key. Of ``models`` and ``instances`` the broken
-    entries are left out, so that the others are still checked; ``numbers`` keeps the place in the
-    file of each instance that is left.
+    ``values`` holds what is sound, by top-level key. ``numbers`` is the index in the file of each
+    instance in it; entries that are no mapping are left out, models of that kind are named in
+    ``broken_models``. ``flaws`` are the places of the values that are refused.
     """
 
     document: Document
     values: dict[str, Any] = field(default_factory=dict)
     numbers: tuple[int, ...] = ()
     broken_models: frozenset[str] = frozenset()
+    flaws: frozenset[Loc] = frozenset()
     complaints: list[Complaint] = field(default_factory=list)
+
+    def flawed(self, loc: Loc) -> bool:
+        """Whether a value, something in it or something it is in was refused."""
+        return any(flaw[: len(loc)] == loc[: len(flaw)] for flaw in self.flaws)
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """The valid models of this layer."""
+        """The sound models of this layer."""
         found: Mapping[str, Model] = self.values.get("models", {})
         return found
 
     @property
     def instances(self) -> tuple[tuple[int, Instance], ...]:
-        """The valid instances of this layer, each with its index in the file."""
+        """The sound instances of this layer, each with its index in the file."""
         return tuple(zip(self.numbers, self.values.get("instances", ()), strict=True))
 
 
@@ -157,7 +163,7 @@ def _host_layer(inventory: InventoryFile, name: str, data: dict[str, Any]) -> La
         place = inventory.place(name, key)
         root.items[key], root.keys[key] = node(value, place), place
     root.value = {key: item.value for key, item in root.items.items()}
-    return make_layer(Document(inventory.file, root, (), {}))
+    return make_layer(Document(inventory.file, root, (), {}, prefix=f"{name}."))
 
 
 _PYTHON_KINDS: tuple[tuple[Any, tuple[type, ...]], ...] = (
@@ -171,29 +177,27 @@ _PYTHON_KINDS: tuple[tuple[Any, tuple[type, ...]], ...] = (
 
 def make_layer(document: Document) -> Layer:
     """Check every value of a document against its setting."""
-    complaints = list(document.complaints)
-    errors = _errors(document.root.value)
-    found = list(complaints_of(document, errors))
-    complaints += found
-    places = {(c.line, c.column) for c in found}
-    for loc, text in document.traps.items():
-        trap = document.complaint(loc, text)
-        if (trap.line, trap.column) not in places and _is_trap(document, loc):
-            complaints.append(trap)
-    broken: set[Loc] = {tuple(error["loc"]) for error in errors}
-    clean, numbers, models = _prune(document.root.value, broken)
-    values: dict[str, Any] = {}
-    if clean:
-        checked = HostSettings.model_validate_json(json.dumps(clean))
-        values = {key: getattr(checked, key) for key in clean}
-    return Layer(document, values, numbers, models, complaints)
+    errors = places_of(document, _errors(document.root.value))
+    known = {(c.line, c.column) for c in document.complaints}
+    found = [c for c in complaints_of(document, errors) if (c.line, c.column) not in known]
+    known |= {(c.line, c.column) for c in found}
+    traps = [
+        trap
+        for loc, text in document.traps.items()
+        if _is_trap(document, loc)
+        and ((trap := document.complaint(loc, text)).line, trap.column) not in known
+    ]
+    layer = Layer(document, flaws=frozenset(errors))
+    layer.complaints = [*document.complaints, *found, *traps]
+    _take_sound(layer)
+    return layer
 
 
-def _errors(data: dict[str, Any]) -> list[Any]:
+def _errors(data: dict[str, Any]) -> list[ErrorDetails]:
     try:
         HostSettings.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        return list(error.errors(include_url=False, include_input=False))
+        return error.errors(include_url=False, include_input=False)
     return []
 
 
@@ -203,19 +207,63 @@ def _is_trap(document: Document, loc: Loc) -> bool:
     return node.kind != "boolean" or "vllm_args" in loc
 
 
-def _prune(
-    data: dict[str, Any], broken: set[Loc]
-) -> tuple[dict[str, Any], tuple[int, ...], frozenset[str]]:
-    """The data without what is broken: a whole key, or one model or instance of many."""
-    bad_models = {str(loc[1]) for loc in broken if loc[0] == "models" and len(loc) > 1}
-    bad_instances = {loc[1] for loc in broken if loc[0] == "instances" and len(loc) > 1}
-    whole = {loc[0] for loc in broken if loc[0] not in ("models", "instances") or len(loc) == 1}
+# Stand for a required value that is missing or wrong; nothing is said of them.
+_STAND_INS: dict[str, Any] = {
+    "repo": "-/-",
+    "name": "x",
+    "hosts": ["-"],
+    "model": "-",
+    "port": 1024,
+}
+
+
+def _take_sound(layer: Layer) -> None:
+    """Fill ``values`` with what is sound, so that one mistake hides no other.
+
+    A bad top-level value is left out. Of a model or an instance only the bad fields are: they
+    are as if not written, and no check speaks of them (:meth:`Layer.flawed`).
+    """
+    data = layer.document.root.value
+    whole = {loc[0] for loc in layer.flaws if len(loc) == 1 or loc[0] not in _ENTRIES}
     clean = {key: value for key, value in data.items() if key not in whole}
     if "models" in clean:
-        clean["models"] = {k: v for k, v in clean["models"].items() if k not in bad_models}
-    numbers: tuple[int, ...] = ()
+        models = {k: v for k, v in clean["models"].items() if isinstance(v, dict)}
+        clean["models"] = {k: _mended(layer, Model, ("models", k), v) for k, v in models.items()}
+        layer.broken_models = frozenset(data["models"]) - frozenset(models)
     if "instances" in clean:
-        listed = clean["instances"]
-        numbers = tuple(i for i in range(len(listed)) if i not in bad_instances)
-        clean["instances"] = [listed[i] for i in numbers]
-    return clean, numbers, frozenset(bad_models)
+        listed = [(i, v) for i, v in enumerate(clean["instances"]) if isinstance(v, dict)]
+        layer.numbers = tuple(i for i, _ in listed)
+        clean["instances"] = [_mended(layer, Instance, ("instances", i), v) for i, v in listed]
+    models_by_name = clean.pop("models", None)
+    checked = HostSettings.model_validate_json(json.dumps(clean))
+    layer.values = {key: getattr(checked, key) for key in clean}
+    if models_by_name is not None:  # a name may be flawed as well, which pydantic would refuse
+        layer.values["models"] = {
+            name: Model.model_validate_json(json.dumps(model))
+            for name, model in models_by_name.items()
+        }
+    if "instances" in layer.values:
+        layer.values["instances"] = tuple(
+            instance.model_copy(update=_unlike_any(layer, number))
+            for number, instance in zip(layer.numbers, layer.values["instances"], strict=True)
+        )
+
+
+def _unlike_any(layer: Layer, number: int) -> dict[str, Any]:
+    """A name and a port that clash with no other, for those of an instance that are flawed."""
+    own = {"name": f"-{number}", "port": -1 - number}
+    return {k: v for k, v in own.items() if layer.flawed(("instances", number, k))}
+
+
+_ENTRIES = ("models", "instances")
+
+
+def _mended(layer: Layer, kind: type[Settings], loc: Loc, entry: dict[str, Any]) -> dict[str, Any]:
+    """A model or instance without its flawed fields, with stand-ins for required ones."""
+    sound = {
+        key: value
+        for key, value in entry.items()
+        if key in kind.model_fields and not layer.flawed((*loc, key))
+    }
+    required = (key for key, field in kind.model_fields.items() if field.is_required())
+    return {**{key: _STAND_INS[key] for key in required}, **sound}

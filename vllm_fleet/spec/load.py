@@ -42,6 +42,9 @@ def check_inventory(inventory_file: str) -> Result:
     inventory = read_inventory(inventory_file, path.relative_to(root).as_posix())
     loaded = read_layers(root, inventory)
     complaints = [c for layer in loaded.layers for c in layer.complaints]
+    if not (root / "group_vars").is_dir():
+        text = f"is missing; settings stand beside the inventory's directory, in {root}/group_vars"
+        complaints.append(Complaint("group_vars", 0, 0, "", text))
     complaints += inventory.complaints + _inventory_data(inventory)
     found, warnings = check_fleet(loaded)
     ordered = tuple(sorted({*complaints, *found}))

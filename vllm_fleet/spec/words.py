@@ -7,6 +7,7 @@ docs/settings.md.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -80,6 +81,17 @@ class Type:
                 return Type.of(args[0])
         return None
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it must be text, whatever the text."""
+        return all(option.annotation is str for option in self.options)
+
+    def fits(self, text: str) -> bool:
+        """Whether text matches the pattern wanted of it."""
+        notes = self.metadata + self.options[0].metadata
+        patterns = [p for note in notes if (p := getattr(note, "pattern", None))]
+        return all(re.search(pattern, text) for pattern in patterns)
+
     def takes(self, kind: type) -> bool:
         """Whether a value of this Python type may stand here."""
         return any(option.annotation is kind for option in self.options)
@@ -132,12 +144,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def complaints_of(document: Document, errors: list[ErrorDetails]) -> Iterator[Complaint]:
-    """Pydantic's errors about a document, one complaint a value, in our words."""
+def places_of(document: Document, errors: list[ErrorDetails]) -> dict[Loc, ErrorDetails]:
+    """Pydantic's errors about a document by the place of the value, the first of each."""
     found: dict[Loc, ErrorDetails] = {}
     for error in errors:
         loc, _ = _locate(document.root, error["loc"])
         found.setdefault(loc, error)
+    return found
+
+
+def complaints_of(document: Document, found: dict[Loc, ErrorDetails]) -> Iterator[Complaint]:
+    """The errors of :func:`places_of`, one complaint a value, in our words."""
     for loc, error in found.items():
         # A list that is refused as text as well: only its bad item is of use.
         if any(len(other) > len(loc) and other[: len(loc)] == loc for other in found) and (
@@ -189,10 +206,14 @@ def _complaint(document: Document, loc: Loc, error: ErrorDetails) -> Complaint:
 
 def _hint(node: Node, wanted: Type, loc: Loc) -> str:
     """How to write the value so that YAML reads what is wanted."""
-    may_be_text = wanted.takes(str)
-    if may_be_text and node.kind in ("integer", "number", "boolean", "date"):
-        quoted = "it in quotes" if secret_key(loc) else f'"{node.written}"'
-        return f"{read_as(node, loc)}, write {quoted}"
+    if node.kind in ("integer", "number", "boolean", "date") and wanted.is_text:
+        if secret_key(loc):
+            return "put it in quotes"
+        if not wanted.fits(node.written):
+            return read_as(node, loc) if node.kind != "integer" else ""
+        if node.written == str(node.value):
+            return f'put it in quotes: "{node.written}"'
+        return f'{read_as(node, loc)}, write "{node.written}"'
     if wanted.takes(int):
         if node.kind == "number" and node.value == int(node.value):
             return f"write {int(node.value)}"

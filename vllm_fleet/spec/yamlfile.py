@@ -69,6 +69,7 @@ class Document:
     root: Node
     complaints: tuple[Complaint, ...]
     traps: dict[Loc, str]
+    prefix: str = ""  # stands before every key: the host, where the values are a host's data
 
     def complaint(self, loc: Loc, text: str, *, at_key: bool = False) -> Complaint:
         """A complaint at the value of ``loc``, or at its key."""
@@ -76,7 +77,7 @@ class Document:
         line, column = node.line, node.column
         if at_key and loc and isinstance(loc[-1], str):
             line, column = self.root.at(loc[:-1]).keys.get(loc[-1], (line, column))
-        return Complaint(self.file, line, column, key_of(loc), text)
+        return Complaint(self.file, line, column, self.prefix + key_of(loc), text)
 
 
 def secret_key(loc: Loc) -> bool:
@@ -90,18 +91,25 @@ def read_document(path: Path, file: str) -> Document:
     Never raises for what the file holds: a file that cannot be read is one complaint and an
     empty mapping.
     """
+    text = ""
     try:
-        root = _compose(path.read_bytes())
+        text = path.read_bytes().decode("utf-8-sig")
+        root = _compose(text)
     except OSError as error:
         return _broken(Complaint(file, 0, 0, "", f"cannot be read: {error.strerror}"))
+    except RecursionError:
+        return _broken(Complaint(file, 1, 1, "", "is nested too deeply"))
     except UnicodeDecodeError:
         return _broken(Complaint(file, 0, 0, "", "is not UTF-8 text; save it as UTF-8"))
     except yaml.YAMLError as error:
-        return _broken(_syntax(file, error))
+        return _broken(_syntax(file, error, text))
     if root is None:
         return Document(file, Node({}, "mapping", 1, 1), (), {})
     reader = _Reader(file)
-    node = reader.read(root, ())
+    try:
+        node = reader.read(root, ())
+    except RecursionError:
+        return _broken(Complaint(file, 1, 1, "", "is nested too deeply"))
     if node.kind not in ("mapping", "null"):
         what = {"list": "a list", "mapping": "a mapping"}.get(node.kind, "one value")
         reader.say(node, (), f'must be settings, one "key: value" a line, not {what}')
@@ -114,10 +122,9 @@ def _broken(complaint: Complaint) -> Document:
     return Document(complaint.file, Node({}, "mapping", 1, 1), (complaint,), {})
 
 
-def _compose(raw: bytes) -> yaml.Node | None:
+def _compose(text: str) -> yaml.Node | None:
     """The node graph. libyaml is ten times as fast; its errors are found again by PyYAML's own
     scanner, so that an operator reads the same text everywhere."""
-    text = raw.decode("utf-8-sig")
     fast = getattr(yaml, "CSafeLoader", None)
     if fast is None:
         return _graph(yaml.SafeLoader, text)
@@ -151,9 +158,13 @@ _HINTS = (
 )
 
 
-def _syntax(file: str, error: yaml.YAMLError) -> Complaint:
+def _syntax(file: str, error: yaml.YAMLError, text: str) -> Complaint:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+    if mark is not None:
+        line, column = mark.line + 1, mark.column + 1
+    else:  # a character that YAML has no place for
+        before = text[: getattr(error, "position", 0)].split("\n")
+        line, column = len(before), len(before[-1]) + 1
     problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     for pattern, hint in _HINTS:
         if match := re.search(pattern, problem):
@@ -242,11 +253,13 @@ class _Reader:
         if kind == "boolean":
             value = written.lower() in ("true", "yes", "on")
             if written.lower() not in ("true", "false"):
-                self.traps[loc] = f"{read_as(node, loc)}; write {str(value).lower()} or quote it"
+                self.traps[loc] = (
+                    f"{read_as(node, loc)}; write {str(value).lower()}, or put it in quotes"
+                )
             return value
         if kind == "integer":
             if not _PLAIN_INT.match(written):
-                self.traps[loc] = f"{read_as(node, loc)}; write the number plainly, or quote it"
+                self.traps[loc] = _plainly(node, loc)
             return _construct(written, "int")
         if kind == "number":
             number = _construct(written, "float")
@@ -254,7 +267,7 @@ class _Reader:
                 self.traps[loc] = "must be a finite number"
                 return 0.0
             if "_" in written or ":" in written:
-                self.traps[loc] = f"{read_as(node, loc)}; write the number plainly, or quote it"
+                self.traps[loc] = _plainly(node, loc)
             return number
         if kind == "date":
             self.traps[loc] = f"{read_as(node, loc)}; put it in quotes"
@@ -271,6 +284,11 @@ def read_as(node: Node, loc: Loc) -> str:
     else:
         shown = {"date": "a date", "null": "nothing"}.get(node.kind, node.kind)
     return f"YAML reads {written} as {shown}"
+
+
+def _plainly(node: Node, loc: Loc) -> str:
+    number = "it plainly" if secret_key(loc) else str(_construct_any(node))
+    return f"{read_as(node, loc)}; write {number}, or put it in quotes if it is text"
 
 
 def _construct_any(node: Node) -> Any:
