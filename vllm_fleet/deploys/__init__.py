@@ -107,5 +107,3 @@ def replace_in_turn() -> None:
                 f"{target.name}: instance {one.name} did not come back with its new settings; "
                 f"{len(turns) - number} more keep their old ones and serve; see above for the cause"
             )
-
-

@@ -15,8 +15,9 @@ from pyinfra.context import ctx_host
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
 from vllm_fleet.plan import HostPlan, Refusal
-from vllm_fleet.spec import SpecError, load_fleet
+from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import read_inputs
+from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.state import HostState
 
 # pyinfra runs the deploy file once a host, side by side: the first one here plans for all.

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from vllm_fleet import paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.plan import Pool
+from vllm_fleet.planned import Pool
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import HostSpec
 

@@ -21,6 +21,9 @@ import pwd
 import shutil
 import subprocess
 import sys
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+Saved = Optional[Tuple[bytes, int, int, int]]
 
 STATE = "/var/lib/vllm"
 MANIFEST = STATE + "/manifest.json"
@@ -28,17 +31,16 @@ SUFFIX = ".vllm-fleet-new"
 UNITS = "/etc/systemd/"
 
 
-def system_user():
+def system_user() -> None:
     """Make the vllm user and our directories where they are missing."""
     try:
-        user = pwd.getpwnam("vllm")
+        pwd.getpwnam("vllm")
     except KeyError:
         subprocess.run(
             ["useradd", "--system", "--user-group", "--home-dir", STATE, "--no-create-home",
              "--shell", "/usr/sbin/nologin", "vllm"],
             check=True,
         )  # fmt: skip
-        user = pwd.getpwnam("vllm")
     for path, mode in (
         ("/opt/vllm", 0o755),
         ("/etc/vllm", 0o755),
@@ -48,19 +50,19 @@ def system_user():
     ):
         os.makedirs(path, mode=mode, exist_ok=True)
         os.chmod(path, mode)
-    return user
 
 
-def read_manifest():
+def read_manifest() -> Dict[str, str]:
     """Paths that we put here, with their checksums."""
     try:
         with open(MANIFEST, encoding="utf-8") as file:
-            return json.load(file)
+            manifest: Dict[str, str] = json.load(file)
     except FileNotFoundError:
         return {}
+    return manifest
 
 
-def write(path, content, mode, uid, gid):
+def write(path: str, content: bytes, mode: int, uid: int, gid: int) -> None:
     """Write a file beside its place, then rename it into it."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     descriptor = os.open(path + SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -73,7 +75,7 @@ def write(path, content, mode, uid, gid):
     os.replace(path + SUFFIX, path)
 
 
-def saved(path):
+def saved(path: str) -> Saved:
     """(content, mode, uid, gid) of a file, or None where there is none."""
     try:
         with open(path, "rb") as file:
@@ -84,7 +86,7 @@ def saved(path):
     return content, status.st_mode & 0o7777, status.st_uid, status.st_gid
 
 
-def remove(path):
+def remove(path: str) -> None:
     """Remove a file and the directories that it leaves empty, ours alone."""
     if os.path.lexists(path):
         os.unlink(path)
@@ -97,7 +99,7 @@ def remove(path):
         folder = os.path.dirname(folder)
 
 
-def refused_by(checks, changed):
+def refused_by(checks: Sequence[Dict[str, Any]], changed: Sequence[str]) -> Optional[str]:
     """What the first failing check said, or None."""
     for check in checks:
         if not any(path.startswith(tuple(check["paths"])) for path in changed):
@@ -113,15 +115,15 @@ def refused_by(checks, changed):
     return None
 
 
-def apply(order):
+def apply(order: Dict[str, Any]) -> Optional[str]:
     """Write and remove; put everything back and return what was said when a check refuses."""
     system_user()
     manifest = read_manifest()
     strangers = [path for path in order["remove"] if path not in manifest]
     if strangers:
         return f"{strangers[0]}: not put here by us, so not removed"
-    before = {}
-    changed = [file["path"] for file in order["files"]] + order["remove"]
+    before: Dict[str, Saved] = {}
+    changed: List[str] = [file["path"] for file in order["files"]] + order["remove"]
     for path in changed:
         before[path] = saved(path)
     try:
@@ -155,7 +157,7 @@ def apply(order):
     return None
 
 
-def main():
+def main() -> int:
     """Apply what stands on standard input."""
     refusal = apply(json.load(sys.stdin))
     if refusal:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Any, Dict, List, Optional, Tuple
 
 STATE = "/var/lib/vllm"
 POLL_SECONDS = 0.5
@@ -22,7 +23,7 @@ JOURNAL_LINES = 300
 TRIES = 2
 
 
-def systemctl(*words):
+def systemctl(*words: str) -> Tuple[int, str]:
     """Exit code and output of systemctl."""
     done = subprocess.run(
         ["systemctl", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
@@ -30,26 +31,29 @@ def systemctl(*words):
     return done.returncode, done.stdout.decode(errors="replace").strip()
 
 
-def show(unit):
+def show(unit: str) -> Dict[str, str]:
     """Fields of a unit."""
     fields = "ActiveState,SubState,Result,NRestarts,MainPID,InvocationID"
     return dict(
-        line.split("=", 1) for line in systemctl("show", "-p", fields, unit)[1].splitlines() if "=" in line
+        line.split("=", 1)
+        for line in systemctl("show", "-p", fields, unit)[1].splitlines()
+        if "=" in line
     )
 
 
-def journal(unit, since):
+def journal(unit: str, since: float) -> List[str]:
     """What a unit logged since a moment (seconds since the epoch), its last lines."""
+    words = ["journalctl", "-u", unit, f"--since=@{int(since)}", "-n", str(JOURNAL_LINES)]
     done = subprocess.run(
-        ["journalctl", "-u", unit, f"--since=@{int(since)}", "-n", str(JOURNAL_LINES), "-o", "cat", "--no-pager"],
+        [*words, "-o", "cat", "--no-pager"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
-    )  # fmt: skip
+    )
     return done.stdout.decode(errors="replace").splitlines()
 
 
-def say(text):
+def say(text: str) -> None:
     """A progress line, at once."""
     print(text, flush=True)
 
@@ -57,12 +61,12 @@ def say(text):
 class Start:
     """One start that is under way."""
 
-    def __init__(self, name, seconds, action):
+    def __init__(self, name: str, seconds: int, action: str) -> None:
         self.name = name
         self.unit = f"vllm@{name}.service"
         self.seconds = seconds
         self.began = time.time()
-        self.outcome = None
+        self.outcome: Optional[str] = None
         self.said = 0.0
         systemctl("reset-failed", self.unit)
         before = show(self.unit)
@@ -75,9 +79,12 @@ class Start:
             self.outcome = f"systemctl {action}: {text}"
         self.restarts = int(before.get("NRestarts") or 0) if under_way else 0
         self.replaced = None if under_way else before.get("InvocationID")
-        say(f"{name}: {'already starting' if under_way else action + 'ing' if action == 'start' else 'draining, then starting'}")
+        if under_way:
+            say(f"{name}: is starting already")
+        else:
+            say(f"{name}: {'starting' if action == 'start' else 'draining, then starting'}")
 
-    def look(self):
+    def look(self) -> bool:
         """Whether the start has ended; ``outcome`` is then "" or why it failed."""
         if self.outcome is not None:
             return True
@@ -101,7 +108,7 @@ class Start:
         return self.outcome is not None
 
 
-def start(order):
+def start(order: Dict[str, Any]) -> int:
     """Start or restart, watch, and tell of each failure with its log."""
     starts = [Start(i["name"], i["seconds"], order["action"]) for i in order["instances"]]
     waiting = list(starts)
@@ -119,7 +126,7 @@ def start(order):
     return 1 if failed else 0
 
 
-def retire(order):
+def retire(order: Dict[str, Any]) -> int:
     """Drain, stop and disable instances that are no longer wanted; remove their state."""
     code = 0
     for instance in order["instances"]:
@@ -138,7 +145,7 @@ def retire(order):
     return code
 
 
-def main():
+def main() -> int:
     """Do what stands on standard input."""
     order = json.load(sys.stdin)
     return retire(order) if order["action"] == "retire" else start(order)

@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 OPT = "/opt/vllm"
 STATE = "/var/lib/vllm"
@@ -26,13 +27,12 @@ RUN = "/run/vllm"
 ETC = "/etc/vllm"
 MANIFEST = STATE + "/manifest.json"
 UNIT_FIELDS = (
-    "Id ActiveState SubState UnitFileState MainPID Result NRestarts NeedDaemonReload FragmentPath "
-    "ExecMainStartTimestampMonotonic"
-).split()
+    "Id,ActiveState,SubState,UnitFileState,MainPID,Result,NRestarts,NeedDaemonReload,FragmentPath"
+)
 CARD_QUERY = "index,uuid,name,memory.total,memory.used,pci.bus_id,compute_cap,driver_version"
 
 
-def output(*command):
+def output(*command: str) -> Tuple[int, str, str]:
     """(exit code, standard output, standard error) of a command; 127 where it is missing."""
     try:
         done = subprocess.run(
@@ -42,10 +42,14 @@ def output(*command):
         return 127, "", f"{command[0]}: not found"
     except subprocess.TimeoutExpired:
         return 124, "", f"{command[0]}: no answer within 60 s"
-    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    return (
+        done.returncode,
+        done.stdout.decode(errors="replace"),
+        done.stderr.decode(errors="replace"),
+    )
 
 
-def read(path):
+def read(path: str) -> Optional[str]:
     """Text of a small file, or None."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -54,7 +58,7 @@ def read(path):
         return None
 
 
-def read_json(path):
+def read_json(path: str) -> Any:
     """JSON of a small file, or None where it is missing or broken."""
     text = read(path)
     try:
@@ -63,7 +67,7 @@ def read_json(path):
         return None
 
 
-def os_release():
+def os_release() -> Dict[str, str]:
     """ID, VERSION_ID and PRETTY_NAME of the distribution."""
     found = {}
     for line in (read("/etc/os-release") or "").splitlines():
@@ -76,7 +80,7 @@ def os_release():
     }
 
 
-def owner(uid, gid):
+def owner(uid: int, gid: int) -> Tuple[str, str]:
     """User and group names, numbers where there is no name."""
     try:
         user = pwd.getpwuid(uid).pw_name
@@ -89,7 +93,7 @@ def owner(uid, gid):
     return user, group
 
 
-def file_state(path):
+def file_state(path: str) -> Optional[List[str]]:
     """[sha256, mode, user, group] of a regular file; None where there is none."""
     try:
         if os.path.islink(path) or not os.path.isfile(path):
@@ -102,11 +106,13 @@ def file_state(path):
     return [digest, oct(status.st_mode & 0o7777), *owner(status.st_uid, status.st_gid)]
 
 
-def packages(names):
+def packages(names: Sequence[str]) -> Dict[str, str]:
     """Installed version by package name; what is not installed is missing."""
     if not names:
         return {}
-    _, text, _ = output("dpkg-query", "-W", "-f", "${Package}\t${db:Status-Status}\t${Version}\n", *names)
+    _, text, _ = output(
+        "dpkg-query", "-W", "-f", "${Package}\t${db:Status-Status}\t${Version}\n", *names
+    )
     found = {}
     for line in text.splitlines():
         name, status, version = line.split("\t")
@@ -115,7 +121,7 @@ def packages(names):
     return found
 
 
-def units(names):
+def units(names: Sequence[str]) -> Dict[str, Dict[str, str]]:
     """Fields of our instances' units and of the named ones, by unit name."""
     wanted = set(names)
     for path in glob.glob("/etc/systemd/system/*.wants/vllm@*.service") + glob.glob(
@@ -123,11 +129,13 @@ def units(names):
     ):
         name = os.path.basename(path)
         wanted.add(name[: -len(".d")] if name.endswith(".d") else name)
-    _, listed, _ = output("systemctl", "list-units", "--all", "--plain", "--no-legend", "vllm@*.service")
+    _, listed, _ = output(
+        "systemctl", "list-units", "--all", "--plain", "--no-legend", "vllm@*.service"
+    )
     wanted.update(line.split()[0] for line in listed.splitlines() if line.strip())
     if not wanted:
         return {}
-    _, text, _ = output("systemctl", "show", "-p", ",".join(UNIT_FIELDS), "--", *sorted(wanted))
+    _, text, _ = output("systemctl", "show", "-p", UNIT_FIELDS, "--", *sorted(wanted))
     found = {}
     for block in text.strip().split("\n\n"):
         fields = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
@@ -136,7 +144,7 @@ def units(names):
     return found
 
 
-def unit_of(pid):
+def unit_of(pid: int) -> Optional[str]:
     """The systemd unit that holds a process, or None."""
     for line in (read(f"/proc/{pid}/cgroup") or "").splitlines():
         for part in reversed(line.split("/")):
@@ -145,7 +153,7 @@ def unit_of(pid):
     return None
 
 
-def process(pid):
+def process(pid: int) -> Dict[str, Any]:
     """Who a process is: pid, user, command line (cut), unit."""
     try:
         user = owner(os.stat(f"/proc/{pid}").st_uid, 0)[0]
@@ -155,9 +163,9 @@ def process(pid):
     return {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
 
 
-def listening():
+def listening() -> Dict[str, Dict[str, Any]]:
     """Processes that listen on TCP, by port (as text, since JSON keys are)."""
-    ports = {}
+    ports: Dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in (read(table) or "").splitlines()[1:]:
             fields = line.split()
@@ -165,7 +173,9 @@ def listening():
                 ports[fields[9]] = int(fields[1].rsplit(":", 1)[1], 16)
     if not ports:
         return {}
-    found = {str(port): {"pid": 0, "user": "?", "command": "?", "unit": None} for port in ports.values()}
+    found: Dict[str, Dict[str, Any]] = {
+        str(port): {"pid": 0, "user": "?", "command": "?", "unit": None} for port in ports.values()
+    }
     for folder in glob.glob("/proc/[0-9]*/fd"):
         try:
             names = os.listdir(folder)
@@ -182,15 +192,19 @@ def listening():
     return found
 
 
-def cards():
+def cards() -> Dict[str, Any]:
     """Texts of nvidia-smi: the cards, and the processes that hold them."""
-    code, text, error = output("nvidia-smi", f"--query-gpu={CARD_QUERY}", "--format=csv,noheader,nounits")
+    code, text, error = output(
+        "nvidia-smi", f"--query-gpu={CARD_QUERY}", "--format=csv,noheader,nounits"
+    )
     if code == 127:
         return {"present": bool(glob.glob("/proc/driver/nvidia/version")), "error": None, "csv": ""}
     if code != 0:
         return {"present": True, "error": (error or text).strip()[:500], "csv": ""}
     _, apps, _ = output(
-        "nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"
+        "nvidia-smi",
+        "--query-compute-apps=gpu_uuid,pid,used_memory",
+        "--format=csv,noheader,nounits",
     )
     holders = []
     for line in apps.splitlines():
@@ -200,7 +214,7 @@ def cards():
     return {"present": True, "error": None, "csv": text, "holders": holders}
 
 
-def disks(paths):
+def disks(paths: Sequence[str]) -> Dict[str, Dict[str, int]]:
     """Free MiB and device number of the file system that holds (or will hold) each path."""
     found = {}
     for path in paths:
@@ -214,7 +228,7 @@ def disks(paths):
     return found
 
 
-def stamped(pattern, stamp):
+def stamped(pattern: str, stamp: str) -> Dict[str, Any]:
     """Parsed stamp files by the part of the path that the pattern's stars stand for."""
     found = {}
     for path in glob.glob(f"{pattern}/{stamp}"):
@@ -224,7 +238,7 @@ def stamped(pattern, stamp):
     return found
 
 
-def instances():
+def instances() -> Dict[str, Dict[str, Any]]:
     """What each instance of ours was started with, whether it is ready, and its release."""
     found = {}
     for path in sorted(glob.glob(f"{ETC}/*.env")):
@@ -238,13 +252,15 @@ def instances():
     return found
 
 
-def weights():
+def weights() -> Dict[str, Dict[str, Any]]:
     """What each stamp of verified weights says, by its path, and whether the files still match.
 
     A file that changed size or time since it was hashed is no longer a verified one.
     """
     found = {}
-    for path in glob.glob(f"{OPT}/models/*/*/.verified.json") + glob.glob(f"{STATE}/weights/*.json"):
+    for path in glob.glob(f"{OPT}/models/*/*/.verified.json") + glob.glob(
+        f"{STATE}/weights/*.json"
+    ):
         stamp = read_json(path)
         if not isinstance(stamp, dict):
             continue
@@ -261,7 +277,7 @@ def weights():
     return found
 
 
-def memory():
+def memory() -> Dict[str, int]:
     """MemTotal and MemAvailable in MiB."""
     found = {}
     for line in (read("/proc/meminfo") or "").splitlines():
@@ -271,13 +287,13 @@ def memory():
     return {"total_mib": found.get("MemTotal", 0), "available_mib": found.get("MemAvailable", 0)}
 
 
-def tools():
+def tools() -> Optional[str]:
     """Name of the tools venv in use, or None."""
     link = f"{OPT}/tools/current"
     return os.path.basename(os.readlink(link)) if os.path.islink(link) else None
 
 
-def main():
+def main() -> None:
     """Print the state."""
     asked = json.loads(sys.argv[1])
     manifest = read_json(MANIFEST) or {}
@@ -304,7 +320,8 @@ def main():
         "tools": tools(),
         "weights": weights(),
         "loaded": {
-            os.path.basename(path): (read(path) or "").strip() for path in glob.glob(f"{STATE}/loaded/*")
+            os.path.basename(path): (read(path) or "").strip()
+            for path in glob.glob(f"{STATE}/loaded/*")
         },
         "instances": instances(),
     }

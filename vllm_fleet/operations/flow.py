@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from pyinfra import host
 from pyinfra.api import StringCommand, operation
 
 
 @operation()
-def barrier() -> Iterator[StringCommand]:
+def barrier() -> Generator[StringCommand, None, None]:
     """
     Change nothing; called by every host at one line, it makes all of them meet there.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from pyinfra import host
 from pyinfra.api import StringCommand, operation
 
 from vllm_fleet import paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.operations.remote import Script
+from vllm_fleet.operations.remote import Script, inline
 from vllm_fleet.plan import HostPlan, Service
 
 # Checked on the host before a changed file stays: (paths that matter, command).
@@ -25,7 +25,7 @@ APT = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -q"
 
 
 @operation()
-def packages(plan: HostPlan) -> Iterator[StringCommand | str]:
+def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
     """Install the Debian packages that are missing."""
     if not plan.missing_packages:
         host.noop("every package is installed")
@@ -47,7 +47,7 @@ def packages(plan: HostPlan) -> Iterator[StringCommand | str]:
 
 
 @operation()
-def files(plan: HostPlan, keep_removed: bool = True) -> Iterator[StringCommand]:
+def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand, None, None]:
     """
     Put the files that differ, in one command, and check them before they stay.
 
@@ -58,7 +58,12 @@ def files(plan: HostPlan, keep_removed: bool = True) -> Iterator[StringCommand]:
     if not changed and not removed:
         host.noop("every file is as wanted")
         return
-    yield Script("apply.py", {"files": list(map(_order, changed)), "remove": list(removed), "checks": _checks()})
+    order = {
+        "files": [_order(file) for file in changed],
+        "remove": list(removed),
+        "checks": [{"paths": list(where), "command": list(command)} for where, command in CHECKS],
+    }
+    yield Script(*inline("apply.py"), order=order)
 
 
 def _order(file: ManagedFile) -> dict[str, str]:
@@ -71,12 +76,8 @@ def _order(file: ManagedFile) -> dict[str, str]:
     }
 
 
-def _checks() -> list[dict[str, object]]:
-    return [{"paths": list(where), "command": list(command)} for where, command in CHECKS]
-
-
 @operation()
-def services(plan: HostPlan, services: tuple[Service, ...]) -> Iterator[str]:
+def services(plan: HostPlan, services: tuple[Service, ...]) -> Generator[str, None, None]:
     """
     Run and enable the daemons around vLLM, with the files they must have read.
 

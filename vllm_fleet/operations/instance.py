@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from pyinfra import host
 from pyinfra.api import operation
 
 from vllm_fleet.causes import match
-from vllm_fleet.operations.remote import Script
+from vllm_fleet.operations.remote import Script, inline
 from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
 
@@ -17,7 +17,7 @@ FAILED = "failed "
 
 
 @operation()
-def started(plan: HostPlan) -> Iterator[Script]:
+def started(plan: HostPlan) -> Generator[Script, None, None]:
     """Start the instances that do not run, all at once, and wait until each is warm."""
     waiting = plan.to_start()
     if not waiting:
@@ -27,19 +27,19 @@ def started(plan: HostPlan) -> Iterator[Script]:
 
 
 @operation()
-def replaced(plan: HostPlan, instance: PlannedInstance) -> Iterator[Script]:
+def replaced(plan: HostPlan, instance: PlannedInstance) -> Generator[Script, None, None]:
     """Drain one instance, start it with the settings of the plan, wait until it is warm."""
     yield change("restart", plan.spec.name, [instance])
 
 
 @operation()
-def retired(plan: HostPlan) -> Iterator[Script]:
+def retired(plan: HostPlan) -> Generator[Script, None, None]:
     """Drain, stop and remove instances that are no longer in the plan."""
     if not plan.retired:
         host.noop("no instance is left over")
         return
     order = {"action": "retire", "instances": [{"name": name} for name in plan.retired]}
-    yield Script("instances.py", order)
+    yield Script(*inline("instances.py"), order=order)
 
 
 def change(action: str, where: str, instances: Iterable[PlannedInstance]) -> Script:
@@ -48,7 +48,9 @@ def change(action: str, where: str, instances: Iterable[PlannedInstance]) -> Scr
         "action": action,
         "instances": [{"name": i.name, "seconds": i.start_seconds} for i in instances],
     }
-    return Script("instances.py", order, explain=lambda lines: explained(where, lines))
+    return Script(
+        *inline("instances.py"), order=order, explain=lambda lines: explained(where, lines)
+    )
 
 
 def explained(where: str, lines: Iterable[str]) -> list[str]:

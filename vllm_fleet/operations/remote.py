@@ -12,11 +12,23 @@ from pyinfra.api.output import echo
 from pyinfra.connectors.util import CommandOutput
 from typing_extensions import override
 
+from vllm_fleet import paths
+
 SCRIPTS = resources.files("vllm_fleet.onhost")
 
 
+def inline(name: str) -> tuple[str, ...]:
+    """The words that run a script of vllm_fleet/onhost which is not on the host (yet)."""
+    return "python3", "-u", "-c", SCRIPTS.joinpath(name).read_text()
+
+
+def installed(name: str, python: str = "/usr/bin/python3") -> tuple[str, ...]:
+    """The words that run a script of ours which lies on the host."""
+    return python, "-u", f"{paths.LIB}/{name}"
+
+
 class Script(StringCommand):
-    """A script of ours from vllm_fleet/onhost, run by the host's own Python.
+    """A script of ours, run on a host.
 
     ``order`` goes to its standard input as JSON, so that it never stands in a process list or
     a file. Its lines are shown as they come; ``explain`` gets all of them when it fails and
@@ -25,22 +37,11 @@ class Script(StringCommand):
 
     def __init__(
         self,
-        name: str,
+        *words: str,
         order: Any,
-        *arguments: str,
-        python: str = "python3",
         explain: Callable[[list[str]], list[str]] | None = None,
     ):
-        source = SCRIPTS.joinpath(name).read_text()
-        super().__init__(
-            python,
-            "-u",
-            "-c",
-            QuoteString(source),
-            *(QuoteString(argument) for argument in arguments),
-            _stdin=json.dumps(order),
-        )
-        self.name = name
+        super().__init__(*map(QuoteString, words), _stdin=json.dumps(order))
         self.explain = explain
 
     @override

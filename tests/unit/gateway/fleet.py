@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_fleet.plan import PlannedInstance, Pool
+from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.spec.model import Gateway, HostSettings, HostSpec, Model
 
 

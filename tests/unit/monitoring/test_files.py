@@ -13,7 +13,7 @@ import yaml
 
 from vllm_fleet import monitoring
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.plan import PlannedInstance, Pool
+from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.spec.model import HostSettings, HostSpec, Model
 
 DEBIAN = """\

@@ -25,7 +25,9 @@ def _own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "chown", lambda *_: None)
 
 
-def order(*files: tuple[Path, str], remove: tuple[Path, ...] = (), checks: list[object] | None = None):
+def order(
+    *files: tuple[Path, str], remove: tuple[Path, ...] = (), checks: list[object] | None = None
+):
     owner, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(os.getegid()).gr_name
     return {
         "files": [
