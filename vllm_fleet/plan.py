@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 
@@ -317,23 +318,37 @@ def plan_fleet(
         reasons += unfit or port_refusals(spec, state) + card_refusals(spec, state)
     if reasons:
         raise Refusal(reasons)
-    instances = {
-        spec.name: tuple(
-            _instance(spec, one, states.get(spec.name), inputs) for one in spec.instances
-        )
-        for spec in fleet.hosts
-    }
+    instances: dict[str, tuple[PlannedInstance, ...]] = {}
+    for spec in fleet.hosts:
+        with _refusing(spec, reasons):
+            instances[spec.name] = tuple(
+                _instance(spec, one, states.get(spec.name), inputs) for one in spec.instances
+            )
+    if reasons:
+        raise Refusal(reasons)
     pools = pools_of(instances)
-    plans = {
-        spec.name: _host_plan(fleet, spec, states[spec.name], instances[spec.name], pools, inputs)
-        for spec in fleet.hosts
-        if spec.name in states
-    }
+    plans: dict[str, HostPlan] = {}
+    for spec in fleet.hosts:
+        if spec.name in states:
+            with _refusing(spec, reasons):
+                plans[spec.name] = _host_plan(
+                    fleet, spec, states[spec.name], instances[spec.name], pools, inputs
+                )
     for plan in plans.values():
         reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
     if reasons:
         raise Refusal(reasons)
     return plans
+
+
+@contextmanager
+def _refusing(spec: HostSpec, reasons: list[str]) -> Iterator[None]:
+    """Collect what a renderer refuses (ValueError), with the host's name."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        reasons.append(text if spec.name in text else f"{spec.name}: {text}")
 
 
 def _release(spec: HostSpec, version: str, inputs: Inputs) -> ReleaseBuild:

@@ -15,6 +15,7 @@ from pyinfra.context import ctx_host
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
 from vllm_fleet.plan import HostPlan, Refusal
+from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.load import load_fleet
@@ -60,7 +61,7 @@ def inventory_file() -> str:
 
 def _plan_all() -> dict[str, HostPlan]:
     try:
-        fleet = load_fleet(inventory_file())
+        fleet = resolved(load_fleet(inventory_file()))
         inputs = read_inputs(fleet)
     except SpecError as error:
         raise InventoryError(f"nothing was changed:\n{error}") from None
