@@ -68,9 +68,7 @@ def files(instance: PlannedInstance) -> list[ManagedFile]:
 
 def host_files(device: Device, *, hold_driver_packages: bool = True) -> list[ManagedFile]:
     """What all instances of a host share: scripts, template unit, rules for upgrades."""
-    shared = [
-        ManagedFile(f"{paths.LIB}/{name}.py", _source(name), mode=0o644) for name in SCRIPTS
-    ]
+    shared = [ManagedFile(f"{paths.LIB}/{name}.py", _source(name), mode=0o644) for name in SCRIPTS]
     shared.append(ManagedFile(f"{UNITS}/vllm@.service", _unit()))
     if device == "cuda":
         nodes = render("vllm/vllm-device-nodes.service.j2", mark=paths.MARK)
@@ -116,7 +114,7 @@ def quote_env(value: str) -> str:
 
     Raises :class:`InstanceError` on characters that systemd drops or refuses.
     """
-    if bad := [c for c in value if ord(c) < 32 and c not in "\t\n" or ord(c) == 127]:
+    if bad := [c for c in value if (ord(c) < 32 and c not in "\t\n") or ord(c) == 127]:
         raise InstanceError(f"holds the control character {bad[0]!r}; systemd refuses it")
     escaped = "".join(f"\\{c}" if c in '"\\$`' else c for c in value)
     return f'"{escaped}"'
@@ -189,9 +187,7 @@ def _env_file(instance: PlannedInstance, environment: dict[str, str]) -> str:
             raise InstanceError(
                 f"instance {instance.name} on {instance.host}: env `{key}` {error}"
             ) from None
-    return render(
-        "vllm/instance.env.j2", mark=paths.MARK, name=instance.name, environment=quoted
-    )
+    return render("vllm/instance.env.j2", mark=paths.MARK, name=instance.name, environment=quoted)
 
 
 def _script(instance: PlannedInstance) -> str:
