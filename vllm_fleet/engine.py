@@ -41,7 +41,7 @@ REPEATED = frozenset({"middleware"})  # one value each, may be given several tim
 TOOL_OPTIONS = frozenset({"tool-call-parser", "enable-auto-tool-choice"})
 GATE = "gate.Gate"  # in paths.LIB, which is on PYTHONPATH
 
-_NAME = re.compile(r"^[a-z0-9][A-Za-z0-9.+-]*$")
+_NAME = re.compile(r"[a-z0-9][A-Za-z0-9.+-]*")
 
 
 class EngineError(ValueError):
@@ -57,7 +57,7 @@ def options(args: Mapping[str, object]) -> dict[str, object]:
     for key, value in args.items():
         head, dot, rest = key.partition(".")
         name = head.replace("_", "-") + dot + rest  # as vLLM: `--a-b.key_of_json`
-        if not _NAME.match(name.replace("_", "-")):
+        if not _NAME.fullmatch(name.replace("_", "-")):
             raise EngineError(
                 f"vllm_args: {key!r} is no option name; write it without dashes in front, "
                 "such as `max-num-seqs`"

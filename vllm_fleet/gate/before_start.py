@@ -103,7 +103,7 @@ def check_port(port: int, seconds: float = PORT_SECONDS) -> None:
                 return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise Refused("port %d cannot be used: %s" % (port, error))
+                    raise Refused("port %d cannot be used: %s" % (port, error)) from error
         if time.monotonic() >= deadline:
             holders = [str(process) for process in listeners(port)] or ["a process not visible"]
             raise Refused(
@@ -176,7 +176,7 @@ def check_cards(cards: Sequence[int], uuids: Sequence[str]) -> None:
         )
     if len(cards) != len(uuids):
         raise Refused("has %d cards but %d UUIDs; deploy again" % (len(cards), len(uuids)))
-    for card, uuid in zip(cards, uuids):
+    for card, uuid in zip(cards, uuids, strict=True):
         found = present.get(card)
         if found == uuid:
             continue
@@ -240,12 +240,12 @@ def nvidia_smi(query: str, columns: int) -> List[List[str]]:
             timeout=NVIDIA_SMI_SECONDS,
         )
     except FileNotFoundError:
-        raise Refused("nvidia-smi is not installed: no NVIDIA driver on this host")
+        raise Refused("nvidia-smi is not installed: no NVIDIA driver on this host") from None
     except subprocess.TimeoutExpired:
         raise Refused(
             "nvidia-smi does not answer within %.0f s: a card hangs; see `NVRM: Xid` in `dmesg`, "
             "then reboot" % NVIDIA_SMI_SECONDS
-        )
+        ) from None
     if done.returncode:
         raise Refused("`%s` failed: %s" % (" ".join(command), done.stdout.strip()[:400]))
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]

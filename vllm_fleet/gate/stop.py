@@ -6,6 +6,7 @@ Exits 0 also when requests were cut: a stop must go through. It says how many.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -41,10 +42,8 @@ def main(env: Mapping[str, str]) -> int:
 
 def remove_ready(run: str) -> None:
     """From here on the gate refuses every new request."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(run, "ready"))
-    except FileNotFoundError:
-        pass
 
 
 def drain(name: str, pid: Optional[int], port: int, seconds: float) -> int:
@@ -86,7 +85,7 @@ def in_flight(port: int) -> int:
         connection.request("GET", "/fleet/ready")
         count = json.loads(connection.getresponse().read())["in_flight"]
     except KeyError:
-        raise ValueError("no in_flight in the answer of /fleet/ready")
+        raise ValueError("no in_flight in the answer of /fleet/ready") from None
     finally:
         connection.close()
     return int(count)
@@ -106,10 +105,8 @@ def end(name: str, pid: int) -> None:
 
 def send_signal(pid: int, number: int) -> None:
     """Send a signal; no error when the process is gone."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def alive(pid: int) -> bool:

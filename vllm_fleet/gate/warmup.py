@@ -77,7 +77,7 @@ class Client:
         try:
             return self._ask("POST", path, body, self.left())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Failed("%s got no answer: %s" % (path, error or type(error).__name__))
+            raise Failed("%s got no answer: %s" % (path, reason(error))) from error
 
     def stream(self, path: str, body: Json) -> int:
         """Read server-sent events to `[DONE]`; how many came. Raises Rejected or Failed."""
@@ -96,7 +96,7 @@ class Client:
                 events += line.startswith(b"data:")
             raise Failed("%s (stream) ended without [DONE] after %d events" % (path, events))
         except (OSError, http.client.HTTPException) as error:
-            raise Failed("%s (stream) got no answer: %s" % (path, error or type(error).__name__))
+            raise Failed("%s (stream) got no answer: %s" % (path, reason(error))) from error
         finally:
             connection.close()
 
@@ -164,7 +164,7 @@ def wait_for_server(client: Client, name: str, model: str) -> Optional[int]:
             models = client.get("/v1/models", 10)
         except Rejected as error:
             if error.status in (401, 403):
-                raise Failed("%s. Set the same VLLM_API_KEY in `env` of the instance" % error)
+                raise Failed("%s -- an API key in `vllm_args`? set `api_keys`" % error) from None
             if error.status == 404:
                 raise
         except (OSError, http.client.HTTPException, ValueError):
@@ -197,7 +197,7 @@ def warm(client: Client, env: Mapping[str, str], max_model_len: Optional[int]) -
         try:
             send()
         except Failed as error:
-            raise Failed("warm-up request `%s`: %s" % (name, error))
+            raise Failed("warm-up request `%s`: %s" % (name, error)) from error
         steps.append(Step(name, round(time.monotonic() - begun, 3)))
         say("%s %.2f s" % steps[-1])
     return steps
@@ -333,6 +333,11 @@ def likely_cause(body: str) -> str:
     if "does not support" in text or "not found" in text:
         return " -- does `task` of the model fit what it is?"
     return ""
+
+
+def reason(error: Exception) -> str:
+    """Why a connection failed, in words."""
+    return str(error) or type(error).__name__
 
 
 def watch_main(pid: int, name: str) -> None:
