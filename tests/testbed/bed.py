@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import base, outer, services, wheels
+from tests.testbed import base, outer, services, tiny_models, wheels
 from tests.testbed.fabric import Fabric, OuterSettings, namespaces
 from tests.testbed.hosts import OPS_PASSWORD, OPS_USER, Host, HostSpec, remove_cgroup
 from tests.testbed.services import REPO, Process
@@ -26,6 +26,8 @@ from tests.testbed.shell import BedError, run
 HUB_PORT = 8900
 WHEELS_PORT = 8901
 SERVICES = {"hub": ("tests.testbed.hub", HUB_PORT), "wheels": ("tests.testbed.wheels", WHEELS_PORT)}
+# What the hub holds: repository, architecture; one revision, v1.0, also called master.
+MODELS: dict[str, tiny_models.Kind] = {"ZhipuAI/glm-4-tiny": "glm4", "Qwen/qwen3-tiny": "qwen3"}
 PACKAGE_CACHE = "/var/cache/vllm-fleet"  # where hosts keep it
 
 _OUTER_PACKAGES = {
@@ -163,6 +165,7 @@ class Bed:
             self._state = self._load()
             self._ensure_fabric(uplink)
             self._ensure_keys()
+            self._state["base"] = base_dir.name
             self._attach()
             self._ensure_services(serve)
             for spec in specs:
@@ -171,7 +174,8 @@ class Bed:
                 self.hosts[spec.name].wait()
             self._state["inventory"] = self._inventory()
             self._save()
-        self.say(f"{len(specs)} hosts are up: " + ", ".join(s.name for s in specs))
+        for host in map(self.host, (s.name for s in specs)):
+            self.say(f"{host.name} is up: {host.spec.user}@{host.address}")
 
     def add(self, spec: HostSpec) -> Host:
         """One more host in a bed that is up, booted and answering."""
@@ -194,7 +198,6 @@ class Bed:
 
     def _fetch_wheels(self, base_dir: Path) -> None:
         python = base.python_version(base_dir)
-        self._state["locks"] = str(self.cache / "locks")
         lock = wheels.lock_for(python, self.cache / "locks", self.say)
         wheels.download([lock, wheels.TOOLS_LOCK], self.cache / "wheels", python, self.say)
 
@@ -234,12 +237,25 @@ class Bed:
             if name in running and Process(**running[name]).alive():
                 continue
             self.say(f"starting the {name} server")
+            if name == "hub":
+                self._make_models()
+            folder = self.hub if name == "hub" else self.cache / name
             address, log = self.net.fabric, self.root / f"{name}.log"
-            process = services.start(
-                module, self.cache / name, address, port, self.fabric.inside(), log
-            )
+            process = services.start(module, folder, address, port, self.fabric.inside(), log)
             running[name] = process.as_json()
             self._save()
+
+    @property
+    def hub(self) -> Path:
+        """The hub's folder: tests spoil files and switch faults on here; ``down`` deletes it."""
+        return self.root / "hub"
+
+    def _make_models(self) -> None:
+        for repo, kind in MODELS.items():
+            folder = self.hub / repo
+            if not (folder / "revisions.json").exists():
+                tiny_models.make(folder / "v1", kind)
+                (folder / "revisions.json").write_text('{"master": "v1", "v1.0": "v1"}\n')
 
     def _ensure_host(self, spec: HostSpec, base_dir: Path) -> None:
         entry = self._state["hosts"].get(spec.name)
@@ -255,7 +271,6 @@ class Bed:
                 "base": base_dir.name,
                 "address": host.address,
             }
-            self._state["base"] = base_dir.name
             self._save()
             self.hosts[spec.name] = host
         self.hosts[spec.name].boot()
@@ -333,12 +348,13 @@ class Bed:
             run(["umount", str(own)], check=False)
             own.rmdir()
         base.remove(self.root / "hosts")
+        base.remove(self.hub)
         (self.root / "known_hosts").unlink(missing_ok=True)
 
     def destroy(self) -> None:
         """``down``, and the caches too."""
         self.down()
-        for name in ("base", "wheels", "packages", "locks", "hub"):
+        for name in ("base", "wheels", "packages", "locks"):
             base.remove(self.cache / name)
         for file in ("id_ed25519", "id_ed25519.pub", "demo-keys.yml", "hub.log", "wheels.log"):
             (self.root / file).unlink(missing_ok=True)
