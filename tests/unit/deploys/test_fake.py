@@ -1,0 +1,130 @@
+"""The whole deploy.py on pyinfra's @fake connector, through its real command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.unit.fleets import ALL, state
+
+REPO = Path(__file__).resolve().parents[3]
+INVENTORY = """\
+import json as _json
+from pathlib import Path as _Path
+
+_states = _json.loads((_Path(__file__).parent.parent / "states.json").read_text())
+
+def _host(name, address):
+    answer = {"success": False, "stderr": ["sh: 1: python3: not found"]}
+    if name in _states:
+        answer = {"stdout": [_states[name]]}
+    return (f"@fake/{name}", {"fake_delay": 0, "fake_delay_jitter": 0, "address": address,
+            "fake_responses": {"What a host is like now": answer}})
+
+gpu = [_host("gpu-1", "10.0.0.1"), _host("gpu-2", "10.0.0.2")]
+gateway = [_host("gw-1", "10.0.0.9")]
+monitoring = [_host("gw-1", "10.0.0.9")]
+"""
+VARS = ALL.replace("gpu-1", '"@fake/gpu-1"').replace("gpu-2", '"@fake/gpu-2"')
+
+
+def run(
+    root: Path, *flags: str, text: str = VARS, **changes: dict[str, Any] | None
+) -> subprocess.CompletedProcess[str]:
+    """Run deploy.py with the state of each host; None as a change: the host gives no facts."""
+    for folder in ("inventory", "group_vars"):
+        (root / folder).mkdir(exist_ok=True)
+    (root / "inventory" / "prod.py").write_text(INVENTORY)
+    (root / "group_vars" / "all.yml").write_text(text)
+    for name in ("deploy.py", "config.py"):
+        (root / name).write_text((REPO / name).read_text())
+    found = {
+        name: json.dumps(asdict(state(hostname=name, **(change or {}))))
+        for name in ("gpu-1", "gpu-2", "gw-1")
+        if (change := changes.get(name.replace("-", "_"), {})) is not None
+    }
+    (root / "states.json").write_text(json.dumps(found))
+    return subprocess.run(
+        [sys.executable, "-m", "pyinfra", *flags, "inventory/prod.py", "deploy.py"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(REPO), "PYINFRA_PROGRESS": "off"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def plan_of(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
+    """Hosts with a change by operation, from `--json --dry`."""
+    assert done.returncode == 0, done.stderr
+    return {
+        one["name"]: sorted(name.removeprefix("@fake/") for name in one["hosts_with_change"])
+        for one in json.loads(done.stdout)["plan"]
+    }
+
+
+def test_a_dry_run_shows_the_chapters_in_order(tmp_path: Path) -> None:
+    plan = plan_of(run(tmp_path, "--json", "--dry"))
+    assert plan == {
+        "Debian packages": ["gpu-1", "gpu-2", "gw-1"],
+        "Files of ours": ["gpu-1", "gpu-2", "gw-1"],
+        "Tools": ["gpu-1", "gpu-2"],
+        "Releases of vLLM": ["gpu-1", "gpu-2"],
+        "Weights of the models": ["gpu-1", "gpu-2"],
+        "Everything is staged on every host": [],
+        "Gateway": ["gw-1"],
+        "The gateways know the pools": [],
+        "Instances that do not run": ["gpu-1", "gpu-2"],
+        "Monitoring": ["gpu-1", "gpu-2", "gw-1"],
+        "Everything serves": [],
+        "Instances no longer in the plan": [],
+        "Files no longer in the plan": [],
+    }
+
+
+def test_a_wrong_spec_is_told_once_with_its_place_and_nothing_is_run(tmp_path: Path) -> None:
+    done = run(tmp_path, "-y", text=VARS.replace("port: 8002", "port: 80000"))
+    assert done.returncode == 1
+    assert done.stderr.count("group_vars/all.yml:7:") == 1
+    assert "Traceback" not in done.stderr
+    assert "Starting operation" not in done.stderr
+
+
+def test_an_unfit_host_stops_the_run_before_anything_is_changed(tmp_path: Path) -> None:
+    done = run(tmp_path, "-y", gpu_2={"user": "ops"})
+    assert done.returncode == 1
+    assert "@fake/gpu-2: commands run as ops, not root" in done.stderr
+    assert "nothing was changed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Starting operation" not in done.stderr
+
+
+def test_a_host_without_facts_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    done = run(tmp_path, "-y", gpu_2=None)
+    assert "gpu-2" in done.stderr
+    assert "python3: not found" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Starting operation: Instances that do not run" in done.stderr
+    assert done.returncode == 1
+
+
+def test_hosts_without_an_inventory_file_are_refused_in_words(tmp_path: Path) -> None:
+    run(tmp_path, "--dry")
+    done = subprocess.run(
+        [sys.executable, "-m", "pyinfra", "--dry", "@fake/gpu-1", "deploy.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPO), "PYINFRA_FAKE_DELAY": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "group_vars stand beside an inventory file" in done.stderr
+    assert "Traceback" not in done.stderr
