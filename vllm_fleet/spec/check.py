@@ -81,7 +81,7 @@ class _Findings:
 
     def say(self, at: _At, text: str, host: str | None = None, *, at_key: bool = False) -> None:
         """Add a complaint; ``{hosts}`` in the text becomes the names of all its hosts."""
-        if at.layer.flawed(at.loc):
+        if at.layer.flawed(at.loc, within=not at_key):
             return  # what stands there was refused already
         complaint = at.layer.document.complaint(at.loc, "", at_key=at_key)
         self.add(complaint, text, host)
@@ -126,9 +126,8 @@ def placed(host: LoadedHost) -> Iterator[tuple[_At, Instance]]:
     layer = host.sources.get("instances")
     if layer is None:
         return
-    for number, instance in layer.instances:
-        if host.host.name in instance.hosts:
-            yield _At(layer, ("instances", number)), instance
+    for number, instance in layer.placements.get(host.host.name, ()):
+        yield _At(layer, ("instances", number)), instance
 
 
 # --- one file ------------------------------------------------------------------------------
@@ -384,16 +383,14 @@ def _names(found: _Findings, loaded: Loaded) -> None:
 
 def _unserved(found: _Findings, loaded: Loaded) -> None:
     """A model that no instance serves would be downloaded nowhere and answered by nobody."""
-    served: set[str] = set()
-    for host in loaded.hosts:
-        layer = host.sources.get("instances")
-        if layer is not None:  # broken instances too: they are complaints of their own
-            nodes = layer.document.root.at(("instances",)).items.values()
-            served |= {str(node.items["model"].value) for node in nodes if "model" in node.items}
-            if any("model" not in node.items for node in nodes):
-                return
     if any("instances" in host.unsound for host in loaded.hosts):
         return
+    served: set[str] = set()
+    for layer in {id(s): s for h in loaded.hosts if (s := h.sources.get("instances"))}.values():
+        for node in layer.document.root.items["instances"].items.values():
+            if "model" not in node.items:  # a complaint of its own
+                return
+            served.add(str(node.items["model"].value))
     for layer in _effective_models(loaded):
         for name in layer.models:
             if name not in served:
@@ -423,7 +420,9 @@ def _files(found: _Findings, loaded: Loaded) -> None:
                 continue
             path = loaded.root / name
             at = _At(host.sources[loc[0]], loc)
-            if problem := _unreadable(path):
+            if _secret_value(name):
+                found.say(at, "must be the name of a file that holds the secret")
+            elif problem := _unreadable(path):
                 text = f'"{name}" {problem}; it is looked for below {loaded.root}'
                 found.say(at, text)
             elif loc == ("api_keys", "file"):

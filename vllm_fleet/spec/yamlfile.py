@@ -30,7 +30,7 @@ _KINDS: dict[str, Kind] = {
 }
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_INT = re.compile(r"^[-+]?(0|[1-9][0-9]*)$")
-_SECRET = re.compile(r"(^|[._-])(keys?|tokens?|password|passwd|secret)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|[._-])(keys?|tokens?|password|passwd|secret)(_file)?$", re.IGNORECASE)
 
 
 @dataclass
