@@ -59,7 +59,11 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         "device: cuda\n---\ndevice: cpu\n",
         ['gpu.yml:2:1: not YAML: a second document ("---")'],
     ),
-    "control character": ("gpu", "python: a\x07\n", ["gpu.yml:1:10: not YAML: a control character"]),
+    "control character": (
+        "gpu",
+        "python: a\x07\n",
+        ["gpu.yml:1:10: not YAML: a control character"],
+    ),
     "list at the top": (
         "gpu",
         "- device: cuda\n",
@@ -101,14 +105,15 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
     "date where text is wanted": (
         "gpu",
         "vllm_exclude: [2026-01-01]\n",
-        [
-            "gpu.yml:1:16: vllm_exclude[0]: YAML reads 2026-01-01 as a date; put it in quotes"
-        ],
+        ["gpu.yml:1:16: vllm_exclude[0]: YAML reads 2026-01-01 as a date; put it in quotes"],
     ),
     "on where text is wanted": (
         "gpu",
         "python: on\n",
-        ['gpu.yml:1:9: python: must be a non-empty line of text; YAML reads on as true, write "on"'],
+        [
+            "gpu.yml:1:9: python: must be a non-empty line of text; YAML reads on as true, "
+            'write "on"'
+        ],
     ),
     "yes among options": (
         "prod",
@@ -157,7 +162,11 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         good(("8001", '"8001"')),
         [f"prod.yml:10:11: instances[0].port: {PORT}; take the quotes away: 8001"],
     ),
-    "port below 1024": ("prod", good(("8001", "80")), [f"prod.yml:10:11: instances[0].port: {PORT}"]),
+    "port below 1024": (
+        "prod",
+        good(("8001", "80")),
+        [f"prod.yml:10:11: instances[0].port: {PORT}"],
+    ),
     "port missing": (
         "prod",
         good(("    port: 8001\n", "")),
@@ -258,13 +267,14 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
     "one card of two instances": (
         "prod",
         good(then="  - {name: b, hosts: [gpu-02], model: glm, cards: [1, 2], port: 8002}\n"),
-        ["prod.yml:11:52: instances[1].cards[0]: card 1 of gpu-02 is taken by a (group_vars/prod.yml:9)"],
+        [
+            "prod.yml:11:52: instances[1].cards[0]: card 1 of gpu-02 is taken by "
+            "a (group_vars/prod.yml:9)"
+        ],
     ),
     "one port of two instances": (
         "prod",
-        good(
-            then="  - {name: b, hosts: [gpu-01, gpu-02], model: glm, cards: [2], port: 8001}\n"
-        ),
+        good(then="  - {name: b, hosts: [gpu-01, gpu-02], model: glm, cards: [2], port: 8001}\n"),
         [
             "prod.yml:11:70: instances[1].port: port 8001 of gpu-01, gpu-02 is taken by "
             "a (group_vars/prod.yml:10)"
@@ -273,7 +283,10 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
     "one name of two instances": (
         "prod",
         good(then="  - {name: a, hosts: [gpu-01], model: glm, cards: [2], port: 8002}\n"),
-        ["prod.yml:11:12: instances[1].name: stands twice on gpu-01: group_vars/prod.yml:6 has it too"],
+        [
+            "prod.yml:11:12: instances[1].name: stands twice on gpu-01: "
+            "group_vars/prod.yml:6 has it too"
+        ],
     ),
     "port of the node exporter": (
         "prod",

@@ -150,7 +150,7 @@ def test_no_group_vars(tmp_path: Path) -> None:
     (tmp_path / "inventory").mkdir()
     inventory = tmp_path / "inventory/prod.py"
     inventory.write_text('gpu = ["a"]\n')
-    with pytest.raises(SpecError, match="^group_vars: is missing; settings stand beside"):
+    with pytest.raises(SpecError, match=r"^group_vars: is missing; settings stand beside"):
         load_fleet(str(inventory))
 
 
