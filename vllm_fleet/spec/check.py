@@ -26,8 +26,10 @@ OWN_ARGS = {
     "port": "the port is `port` of the instance",
     "host": "the instance listens where gateways and monitors reach it",
     "uds": "the instance listens on its `port`",
+    "root-path": "the gateway passes paths on unchanged",
     "middleware": "the gate that keeps cold traffic away is put there",
     "api-key": "keys are checked at the gateway; see `api_keys`",
+    "hf-token": "weights are fetched before the start; see `hub`",
     "ssl-keyfile": "TLS ends at the gateway; see `gateway.tls`",
     "ssl-certfile": "TLS ends at the gateway; see `gateway.tls`",
     "config": "a file would bypass these checks; write its options here",
@@ -43,20 +45,30 @@ OWN_ENV = {
     "CUDA_DEVICE_ORDER": "it is always PCI_BUS_ID, so that indices are those of nvidia-smi",
     "HOME": "it is the instance's own directory",
     "PATH": "it is that of the release",
-    "PYTHONPATH": "the gate is found there",
     "VIRTUAL_ENV": "it is that of the release",
-    "XDG_CACHE_HOME": "caches are kept by release in the instance's own directory",
-    "VLLM_CACHE_ROOT": "caches are kept by release in the instance's own directory",
-    "TRITON_CACHE_DIR": "caches are kept by release in the instance's own directory",
-    "TORCHINDUCTOR_CACHE_DIR": "caches are kept by release in the instance's own directory",
-    "FLASHINFER_WORKSPACE_BASE": "caches are kept by release in the instance's own directory",
+    **dict.fromkeys(
+        (
+            "CUDA_CACHE_PATH",
+            "DG_JIT_CACHE_DIR",
+            "FLASHINFER_WORKSPACE_BASE",
+            "NUMBA_CACHE_DIR",
+            "OUTLINES_CACHE_DIR",
+            "TILELANG_CACHE_DIR",
+            "TORCHINDUCTOR_CACHE_DIR",
+            "TORCH_EXTENSIONS_DIR",
+            "TRITON_CACHE_DIR",
+            "VLLM_CACHE_ROOT",
+            "XDG_CACHE_HOME",
+        ),
+        "caches are kept by release in the instance's own directory",
+    ),
     "HF_HOME": "weights are downloaded by deploy.py alone",
     "MODELSCOPE_CACHE": "weights are downloaded by deploy.py alone",
 }
 _SECRET_ENV = re.compile(r"(^|_)(API_?KEY|ACCESS_KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS)$")
 _SECRET_VALUE = re.compile(r"^(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ms-[0-9a-f-]{30,})$")
 _REPOSITORY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
-_ARG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+_ARG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
 
 
 @dataclass(frozen=True)
@@ -174,9 +186,12 @@ def _options(found: _Findings, layer: Layer, loc: Loc) -> None:
     Looks at what is written, so that a mistake elsewhere in ``vllm_args`` or ``env`` hides none.
     """
     owner = layer.document.root.at(loc)
+    spelt: dict[str, str] = {}
     for name in _keys(owner, "vllm_args"):
         at = _At(layer, (*loc, "vllm_args", name))
         plain = name.lstrip("-").replace("_", "-").lower()
+        first = spelt.setdefault(plain, name)
+        plain = plain.removeprefix("no-")
         value = owner.items["vllm_args"].items[name].value
         if plain in OWN_ARGS:
             found.say(at, f"is set by us; {OWN_ARGS[plain]}", at_key=True)
@@ -187,13 +202,17 @@ def _options(found: _Findings, layer: Layer, loc: Loc) -> None:
             found.say(at, text, at_key=True)
         elif not _ARG.match(name):
             found.say(at, "is not the name of an option", at_key=True)
+        elif first != name:
+            found.say(at, f'is the same option as "{first}"; write it once', at_key=True)
         elif _secret_value(value):
             found.say(at, _SECRET_TEXT)
         elif _holds_nul(value):
             found.say(at, "must not hold a NUL character")
     for name in _keys(owner, "env"):
         at = _At(layer, (*loc, "env", name))
-        if name in OWN_ENV:
+        if name.startswith("FLEET_"):
+            found.say(at, "is set by us: names that begin with FLEET_ are ours", at_key=True)
+        elif name in OWN_ENV:
             found.say(at, f"is set by us; {OWN_ENV[name]}", at_key=True)
         elif name == "VLLM_API_KEY":
             text = "keys are checked at the gateway; name their file in api_keys.file"

@@ -397,6 +397,22 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
             "model's key in `models`, further ones its `aliases`"
         ],
     ),
+    "option in both spellings": (
+        "prod",
+        model("vllm_args: {max-num-seqs: 8, max_num_seqs: 9}"),
+        [
+            "prod.yml:5:34: models.glm.vllm_args.max_num_seqs: is the same option as "
+            '"max-num-seqs"; write it once'
+        ],
+    ),
+    "option with dashes": (
+        "prod",
+        model("vllm_args: {--max-num-seqs: 8}"),
+        [
+            "prod.yml:5:17: models.glm.vllm_args.--max-num-seqs: write the option without "
+            'leading dashes: "max-num-seqs"'
+        ],
+    ),
     "environment that is ours": (
         "prod",
         model('env: {CUDA_VISIBLE_DEVICES: "0"}'),
