@@ -79,6 +79,21 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         model("repo: Qwen/Qwen3-8B"),
         ["prod.yml:5:5: models.glm.repo: stands twice, in lines 4 and 5"],
     ),
+    "key that is a number": (
+        "prod",
+        model("vllm_args: {1: a}"),
+        ['prod.yml:5:17: models.glm.vllm_args.1: YAML reads this key as a number; write "1":'],
+    ),
+    "nested without end": (
+        "gpu",
+        "python: " + "[" * 900 + "]" * 900 + "\n",
+        ["gpu.yml:1:1: is nested too deeply"],
+    ),
+    "merged keys": (
+        "gpu",
+        "<<: [{device: cuda}, {start_seconds: 0}]\n",
+        ["gpu.yml:1:38: start_seconds: must be a positive integer"],
+    ),
     "tag": (
         "gpu",
         "python: !secret x\n",
@@ -442,6 +457,11 @@ def test_broken_file(project: Project, name: str) -> None:
     file, text, wanted = TABLE[name]
     project.write(f"group_vars/{file}.yml", text)
     assert project.complaints() == [f"group_vars/{line}" for line in wanted]
+
+
+def test_other_encoding(project: Project) -> None:
+    (project.root / "group_vars/gpu.yml").write_bytes("python: \u00e9\n".encode("latin-1"))
+    assert project.complaints() == ["group_vars/gpu.yml: is not UTF-8 text; save it as UTF-8"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "rocm"])
