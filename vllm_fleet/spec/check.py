@@ -26,8 +26,10 @@ OWN_ARGS = {
     "port": "the port is `port` of the instance",
     "host": "the instance listens where gateways and monitors reach it",
     "uds": "the instance listens on its `port`",
+    "root-path": "the gateway passes paths on unchanged",
     "middleware": "the gate that keeps cold traffic away is put there",
     "api-key": "keys are checked at the gateway; see `api_keys`",
+    "hf-token": "weights are fetched before the start; see `hub`",
     "ssl-keyfile": "TLS ends at the gateway; see `gateway.tls`",
     "ssl-certfile": "TLS ends at the gateway; see `gateway.tls`",
     "config": "a file would bypass these checks; write its options here",
@@ -43,20 +45,30 @@ OWN_ENV = {
     "CUDA_DEVICE_ORDER": "it is always PCI_BUS_ID, so that indices are those of nvidia-smi",
     "HOME": "it is the instance's own directory",
     "PATH": "it is that of the release",
-    "PYTHONPATH": "the gate is found there",
     "VIRTUAL_ENV": "it is that of the release",
-    "XDG_CACHE_HOME": "caches are kept by release in the instance's own directory",
-    "VLLM_CACHE_ROOT": "caches are kept by release in the instance's own directory",
-    "TRITON_CACHE_DIR": "caches are kept by release in the instance's own directory",
-    "TORCHINDUCTOR_CACHE_DIR": "caches are kept by release in the instance's own directory",
-    "FLASHINFER_WORKSPACE_BASE": "caches are kept by release in the instance's own directory",
+    **dict.fromkeys(
+        (
+            "CUDA_CACHE_PATH",
+            "DG_JIT_CACHE_DIR",
+            "FLASHINFER_WORKSPACE_BASE",
+            "NUMBA_CACHE_DIR",
+            "OUTLINES_CACHE_DIR",
+            "TILELANG_CACHE_DIR",
+            "TORCHINDUCTOR_CACHE_DIR",
+            "TORCH_EXTENSIONS_DIR",
+            "TRITON_CACHE_DIR",
+            "VLLM_CACHE_ROOT",
+            "XDG_CACHE_HOME",
+        ),
+        "caches are kept by release in the instance's own directory",
+    ),
     "HF_HOME": "weights are downloaded by deploy.py alone",
     "MODELSCOPE_CACHE": "weights are downloaded by deploy.py alone",
 }
 _SECRET_ENV = re.compile(r"(^|_)(API_?KEY|ACCESS_KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS)$")
 _SECRET_VALUE = re.compile(r"^(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ms-[0-9a-f-]{30,})$")
 _REPOSITORY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
-_ARG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+_ARG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ class _Findings:
 
     def say(self, at: _At, text: str, host: str | None = None, *, at_key: bool = False) -> None:
         """Add a complaint; ``{hosts}`` in the text becomes the names of all its hosts."""
-        if at.layer.flawed(at.loc):
+        if at.layer.flawed(at.loc, within=not at_key):
             return  # what stands there was refused already
         complaint = at.layer.document.complaint(at.loc, "", at_key=at_key)
         self.add(complaint, text, host)
@@ -126,9 +138,8 @@ def placed(host: LoadedHost) -> Iterator[tuple[_At, Instance]]:
     layer = host.sources.get("instances")
     if layer is None:
         return
-    for number, instance in layer.instances:
-        if host.host.name in instance.hosts:
-            yield _At(layer, ("instances", number)), instance
+    for number, instance in layer.placements.get(host.host.name, ()):
+        yield _At(layer, ("instances", number)), instance
 
 
 # --- one file ------------------------------------------------------------------------------
@@ -175,9 +186,12 @@ def _options(found: _Findings, layer: Layer, loc: Loc) -> None:
     Looks at what is written, so that a mistake elsewhere in ``vllm_args`` or ``env`` hides none.
     """
     owner = layer.document.root.at(loc)
+    spelt: dict[str, str] = {}
     for name in _keys(owner, "vllm_args"):
         at = _At(layer, (*loc, "vllm_args", name))
         plain = name.lstrip("-").replace("_", "-").lower()
+        first = spelt.setdefault(plain, name)
+        plain = plain.removeprefix("no-")
         value = owner.items["vllm_args"].items[name].value
         if plain in OWN_ARGS:
             found.say(at, f"is set by us; {OWN_ARGS[plain]}", at_key=True)
@@ -188,13 +202,17 @@ def _options(found: _Findings, layer: Layer, loc: Loc) -> None:
             found.say(at, text, at_key=True)
         elif not _ARG.match(name):
             found.say(at, "is not the name of an option", at_key=True)
+        elif first != name:
+            found.say(at, f'is the same option as "{first}"; write it once', at_key=True)
         elif _secret_value(value):
             found.say(at, _SECRET_TEXT)
         elif _holds_nul(value):
             found.say(at, "must not hold a NUL character")
     for name in _keys(owner, "env"):
         at = _At(layer, (*loc, "env", name))
-        if name in OWN_ENV:
+        if name.startswith("FLEET_"):
+            found.say(at, "is set by us: names that begin with FLEET_ are ours", at_key=True)
+        elif name in OWN_ENV:
             found.say(at, f"is set by us; {OWN_ENV[name]}", at_key=True)
         elif name == "VLLM_API_KEY":
             text = "keys are checked at the gateway; name their file in api_keys.file"
@@ -384,16 +402,14 @@ def _names(found: _Findings, loaded: Loaded) -> None:
 
 def _unserved(found: _Findings, loaded: Loaded) -> None:
     """A model that no instance serves would be downloaded nowhere and answered by nobody."""
-    served: set[str] = set()
-    for host in loaded.hosts:
-        layer = host.sources.get("instances")
-        if layer is not None:  # broken instances too: they are complaints of their own
-            nodes = layer.document.root.at(("instances",)).items.values()
-            served |= {str(node.items["model"].value) for node in nodes if "model" in node.items}
-            if any("model" not in node.items for node in nodes):
-                return
     if any("instances" in host.unsound for host in loaded.hosts):
         return
+    served: set[str] = set()
+    for layer in {id(s): s for h in loaded.hosts if (s := h.sources.get("instances"))}.values():
+        for node in layer.document.root.items["instances"].items.values():
+            if "model" not in node.items:  # a complaint of its own
+                return
+            served.add(str(node.items["model"].value))
     for layer in _effective_models(loaded):
         for name in layer.models:
             if name not in served:
@@ -423,7 +439,9 @@ def _files(found: _Findings, loaded: Loaded) -> None:
                 continue
             path = loaded.root / name
             at = _At(host.sources[loc[0]], loc)
-            if problem := _unreadable(path):
+            if _secret_value(name):
+                found.say(at, "must be the name of a file that holds the secret")
+            elif problem := _unreadable(path):
                 text = f'"{name}" {problem}; it is looked for below {loaded.root}'
                 found.say(at, text)
             elif loc == ("api_keys", "file"):

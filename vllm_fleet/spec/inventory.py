@@ -133,6 +133,8 @@ def _run(found: InventoryFile, path: str) -> dict[str, Any] | None:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((f.lineno for f in reversed(frames) if f.filename == path), 1) or 1
         text = f"stopped with {type(error).__name__}: {error}"
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            text = error.code  # the author's own words
         found.complaints.append(Complaint(found.file, line, 1, "", text))
         return None
     finally:

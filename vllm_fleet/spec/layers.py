@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,12 @@ class Layer:
     flaws: frozenset[Loc] = frozenset()
     complaints: list[Complaint] = field(default_factory=list)
 
-    def flawed(self, loc: Loc) -> bool:
-        """Whether a value, something in it or something it is in was refused."""
-        return any(flaw[: len(loc)] == loc[: len(flaw)] for flaw in self.flaws)
+    def flawed(self, loc: Loc, *, within: bool = True) -> bool:
+        """Whether a value or something it is in was refused, or, ``within``, a part of it."""
+        return any(
+            flaw[: len(loc)] == loc[: len(flaw)] and (within or len(flaw) <= len(loc))
+            for flaw in self.flaws
+        )
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -53,6 +57,15 @@ class Layer:
     def instances(self) -> tuple[tuple[int, Instance], ...]:
         """The sound instances of this layer, each with its index in the file."""
         return tuple(zip(self.numbers, self.values.get("instances", ()), strict=True))
+
+    @cached_property
+    def placements(self) -> dict[str, list[tuple[int, Instance]]]:
+        """Like ``instances``, by the name of the host."""
+        found: dict[str, list[tuple[int, Instance]]] = {}
+        for number, instance in self.instances:
+            for host in dict.fromkeys(instance.hosts):
+                found.setdefault(host, []).append((number, instance))
+        return found
 
 
 @dataclass
@@ -119,7 +132,7 @@ def merge(layers: list[Layer]) -> tuple[dict[str, Layer], HostSettings]:
             sources.pop(str(key), None)  # a bad value must not let a weaker one through
         sources.update(dict.fromkeys(layer.values, layer))
     values = {key: layer.values[key] for key, layer in sources.items()}
-    return sources, HostSettings.model_validate(values)
+    return sources, HostSettings.model_construct(**values)  # each was checked with its file
 
 
 def _read_group(root: Path, group: str) -> Layer | None:

@@ -124,12 +124,13 @@ def _inner(option: Type) -> Type | None:
 def group_vars(file: str) -> str:
     """One shared file of group_vars: every setting of it explained and commented out."""
     title, keys = FILES[file]
-    lines = [
-        f"# {title} Nothing is set here, so that no inventory gets what another was given.",
-        '# Lines with "##" explain a setting; take "# " from the front of the others to set it.',
-        "# A key replaces the same key of a weaker file whole; strongest first: host data in the",
-        "# inventory, the files of its groups, <inventory>.yml, all.yml. See docs/settings.md.",
-    ]
+    about = (
+        f"{title} Nothing is set here, so that no inventory gets what another was given.",
+        'Lines with "##" explain; take "# " from the front of the others to set what they show.',
+        "A key replaces the same key of a weaker file whole. Strongest first: host data in the "
+        "inventory, the files of its groups, <inventory>.yml, all.yml. See docs/settings.md.",
+    )
+    lines = [f"## {part}" for text in about for part in textwrap.wrap(text, WIDTH - 3)]
     for key in keys:
         lines.append("")
         lines += _block(key, HostSettings.model_fields[key], 0)

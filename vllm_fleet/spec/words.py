@@ -22,8 +22,6 @@ from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.model import HostSettings, Instance, Model, Wants
 from vllm_fleet.spec.yamlfile import Document, Node, read_as, secret_key
 
-_ARTICLES = {"text": "text", "list": "a list", "mapping": "a mapping", "integer": "an integer"}
-
 
 @dataclass(frozen=True)
 class Type:

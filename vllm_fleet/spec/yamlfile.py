@@ -28,9 +28,20 @@ _KINDS: dict[str, Kind] = {
     "seq": "list",
     "map": "mapping",
 }
+_NAMES: dict[Kind, str] = {
+    "text": "text",
+    "integer": "a number",
+    "number": "a number",
+    "boolean": "true or false",
+    "date": "a date",
+    "null": "nothing",
+    "list": "a list",
+    "mapping": "a mapping",
+}
+_DEEPEST = 40  # levels; JSON and pydantic have limits of their own, with worse words
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_INT = re.compile(r"^[-+]?(0|[1-9][0-9]*)$")
-_SECRET = re.compile(r"(^|[._-])(keys?|tokens?|password|passwd|secret)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|[._-])(keys?|tokens?|password|passwd|secret)(_file)?$", re.IGNORECASE)
 
 
 @dataclass
@@ -111,7 +122,7 @@ def read_document(path: Path, file: str) -> Document:
     except RecursionError:
         return _broken(Complaint(file, 1, 1, "", "is nested too deeply"))
     if node.kind not in ("mapping", "null"):
-        what = {"list": "a list", "mapping": "a mapping"}.get(node.kind, "one value")
+        what = "a list" if node.kind == "list" else "one value"
         reader.say(node, (), f'must be settings, one "key: value" a line, not {what}')
     if node.kind != "mapping":
         node = Node({}, "mapping", 1, 1)
@@ -185,6 +196,8 @@ class _Reader:
         self.complaints.append(Complaint(self.file, node.line, node.column, key_of(loc), text))
 
     def read(self, node: yaml.Node, loc: Loc) -> Node:
+        if len(loc) > _DEEPEST:
+            raise RecursionError
         line, column = node.start_mark.line + 1, node.start_mark.column + 1
         kind = _KINDS.get(node.tag.removeprefix(_TAG))
         if id(node) in self._open:
@@ -228,7 +241,9 @@ class _Reader:
             key = str(key_node.value)
             if key_node.tag not in (_TAG + "str", _TAG + "value"):
                 kind = _KINDS.get(key_node.tag.removeprefix(_TAG), "text")
-                self.say(place, (*loc, key), f'YAML reads this key as a {kind}; write "{key}":')
+                self.say(
+                    place, (*loc, key), f'YAML reads this key as {_NAMES[kind]}; write "{key}":'
+                )
             if key in found.keys:
                 first = found.keys[key][0]
                 self.say(place, (*loc, key), f"stands twice, in lines {first} and {key_line}")
@@ -282,7 +297,7 @@ def read_as(node: Node, loc: Loc) -> str:
     elif node.kind == "boolean":
         shown = str(node.written.lower() in ("true", "yes", "on")).lower()
     else:
-        shown = {"date": "a date", "null": "nothing"}.get(node.kind, node.kind)
+        shown = _NAMES[node.kind]
     return f"YAML reads {written} as {shown}"
 
 
