@@ -111,9 +111,7 @@ class Engine:
     def _kill(self) -> None:
         self._stopped.set()
 
-    async def _connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
             while await self._request(reader, writer):

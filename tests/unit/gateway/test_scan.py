@@ -157,7 +157,7 @@ def test_never_takes_a_broken_body_for_another_model() -> None:
 
 def test_cost_of_long_bodies() -> None:
     """1 MB of chat with the model last; a decode takes some milliseconds."""
-    text = "The quick brown fox said \"hello\" and\nwent on. " * 40
+    text = 'The quick brown fox said "hello" and\nwent on. ' * 40
     messages = [{"role": "user", "content": text} for _ in range(500)]
     body = json.dumps({"messages": messages, "model": "a"}).encode()
     assert len(body) > 900_000

@@ -22,7 +22,7 @@ local TYPES = {
 
 -- What nginx refuses by itself, before any Lua ran.
 local MESSAGES = {
-  [400] = "The request is not valid HTTP.",
+  [400] = "The request is not valid HTTP, or plain HTTP on a TLS port.",
   [404] = "There is no such path.",
   [408] = "The request took too long to arrive.",
   [413] = "The request body is larger than this gateway accepts.",
@@ -59,14 +59,7 @@ end
 
 -- In the location of nginx's own errors.
 function M.nginx_error()
-  local status = ngx.status
-  if status == 494 then
-    status = 431
-  elseif status >= 495 and status <= 497 then  -- TLS: no certificate, or plain HTTP on the TLS port
-    status = 400
-  elseif status < 400 then
-    status = 500
-  end
+  local status = ngx.status >= 400 and ngx.status or 500
   return M.error(status, MESSAGES[status] or "The gateway failed; see its error log.")
 end
 

@@ -1,8 +1,9 @@
 -- What the deploy wrote for us: pools.json (settings and pools) and keys.json.
 --
 -- Read once by nginx's master while it loads its configuration, as root, so that a broken file
--- refuses the reload. The text of pools.json also goes to shared memory: requests that an older
--- worker still holds after a reload then see the instances of today.
+-- refuses the reload (`nginx -t` runs no Lua and does not see it). The text of pools.json also goes
+-- to shared memory: requests that an older worker still holds after a reload then see the instances
+-- of today.
 
 local cjson = require "cjson"
 

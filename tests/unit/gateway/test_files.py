@@ -1,0 +1,155 @@
+"""The files of a gateway host: what they say, for one, three and sixty pools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.stubs.gateway import Nginx, available
+from tests.unit.gateway.fleet import pool, spec
+from vllm_fleet import gateway, paths
+from vllm_fleet.files import ManagedFile
+from vllm_fleet.plan import Pool
+
+KEYS = (("team-b", "sk-bbb"), ("team-a", "sk-aaa"))
+
+
+def by_path(files: list[ManagedFile]) -> dict[str, ManagedFile]:
+    return {file.path: file for file in files}
+
+
+def test_same_input_same_bytes_in_any_order() -> None:
+    pools = [pool("qwen3-8b", [8002]), pool("glm-4.5-air", [8001], aliases=("glm", "air"))]
+    addresses = {"gpu-01": "10.0.0.1"}
+    first = gateway.files(spec(), pools, addresses, KEYS, monitors=["10.0.0.9", "10.0.0.8"])
+    again = gateway.files(
+        spec(), pools[::-1], addresses, KEYS[::-1], monitors=["10.0.0.8", "10.0.0.9", "10.0.0.8"]
+    )
+    assert first == again
+    assert [f.path for f in first] == sorted(f.path for f in first)
+
+
+def test_every_file_carries_the_mark_first() -> None:
+    pem = "-----BEGIN X-----\n-----END X-----\n"
+    tls = {"certificate": "gw.pem", "key": "gw.key"}
+    for file in gateway.files(spec(tls=tls), [pool("m", [8001])], {}, (), tls=(pem, pem)):
+        assert paths.MARK in "".join(file.content.splitlines(True)[:2]), file.path
+
+
+def test_keys_are_never_written() -> None:
+    files = gateway.files(spec(), [pool("m", [8001])], {}, KEYS)
+    assert not [f.path for f in files if "sk-aaa" in f.content]
+    keys = by_path(files)[f"{gateway.ETC}/keys.json"]
+    assert (keys.mode, keys.owner, keys.group, keys.secret) == (0o640, "root", "www-data", True)
+    assert {k["name"] for k in json.loads(keys.content)["keys"]} == {"team-a", "team-b"}
+
+
+def test_a_pool_is_an_upstream_with_its_instances() -> None:
+    pools = [pool("glm-4.5-air", [8001, 8003], aliases=("glm",))]
+    conf = by_path(gateway.files(spec(), pools, {"gpu-02": "10.0.0.2"}, ()))[gateway.CONF].content
+    block = conf[conf.index("# glm-4.5-air") :]
+    assert block.splitlines()[:5] == [
+        "# glm-4.5-air (also glm)",
+        "upstream fleet_glm-4.5-air {",
+        "    server 127.0.0.1:8001;  # gpu-01/glm-4.5-air-1",
+        "    server 10.0.0.2:8003;  # gpu-02/glm-4.5-air-2",
+        '    balancer_by_lua_block { require("fleet.proxy").balance() }',
+    ]
+
+
+def test_longest_answer_bounds_reload_and_stop() -> None:
+    files = by_path(gateway.files(spec(longest_answer=100, hold_seconds=50), [], {}, ()))
+    assert "worker_shutdown_timeout 210s;" in files[gateway.MAIN].content
+    assert "TimeoutStopSec=240\n" in files[gateway.DROP_IN].content
+    assert "proxy_read_timeout 100s;" in files[gateway.CONF].content
+
+
+@pytest.mark.parametrize(
+    ("max_len", "args", "expected"),
+    [("auto", {}, None), ("auto", {"max-model-len": 4096}, 4096)],
+)
+def test_max_model_len(max_len: str, args: dict[str, int], expected: int | None) -> None:
+    files = by_path(gateway.files(spec(), [pool("m", [8001, 8002], **args)], {}, ()))
+    data = json.loads(files[f"{gateway.ETC}/pools.json"].content)
+    assert data["pools"][0]["max_model_len"] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: gateway.files(spec(), [pool("m", [8001])], {"gpu-01": "gpu-01.lan"}, ()),
+            "gpu-01: the gateway reaches instances by IP address, and 'gpu-01.lan' is none; "
+            "set `address` for gpu-01",
+        ),
+        (
+            lambda: gateway.files(
+                spec(), [pool("a", [8001]), pool("b", [8002], aliases=("a",))], {}, ()
+            ),
+            "gw-01: the name 'a' is served by 'a' and by 'b'; take it from the `aliases` of one",
+        ),
+        (
+            lambda: gateway.files(spec(), [], {}, [("x", "same"), ("y", "same")]),
+            "gw-01: the API key 'y' is also the key of 'x'",
+        ),
+        (
+            lambda: gateway.files(spec(), [], {}, [("x", "")]),
+            "gw-01: the API key 'x' is empty",
+        ),
+        (
+            lambda: gateway.files(spec(listen=9145), [], {}, ()),
+            "gw-01: gateway.listen: 9145 is the port of /status and /metrics; choose another",
+        ),
+        (
+            lambda: gateway.files(spec(), [], {}, (), monitors=["mon-01"]),
+            "gw-01: 'mon-01' may read the gateway's /metrics, but is no IP address or network; "
+            "set `address` for that host",
+        ),
+        (
+            lambda: gateway.files(spec(tls={"certificate": "a", "key": "b"}), [], {}, ()),
+            "gw-01: gateway.tls is set, but certificate and key were not read",
+        ),
+    ],
+)
+def test_refused(make: object, message: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 the whole message is compared
+        make()  # type: ignore[operator]
+    assert str(raised.value) == message
+
+
+def _sixty() -> list[Pool]:
+    return [
+        pool(f"model-{n}", [9000 + 4 * n + i for i in range(4)], aliases=(f"m{n}",))
+        for n in range(60)
+    ]
+
+
+@pytest.mark.skipif(not available(), reason="needs root, nginx and its Lua module")
+@pytest.mark.parametrize(
+    "pools",
+    [
+        [],
+        [pool("qwen3-8b", [8001])],
+        [pool("Qwen", [8001, 8002]), pool("qwen", [8003]), pool("empty", [])],
+        [pool("six", [8001], address="fd00::1")],
+        _sixty(),
+    ],
+    ids=["none", "one", "three", "ipv6", "sixty"],
+)
+def test_nginx_accepts(pools: list[Pool]) -> None:
+    nginx = Nginx(8080, 9145)
+    try:
+        nginx.put(gateway.files(spec(listen=8080), pools, {}, KEYS, monitors=["10.0.0.0/8"]))
+        said = nginx.check()
+        assert "warn" not in said
+    finally:
+        nginx.stop()
+
+
+def test_lua_modules_are_all_put() -> None:
+    files = gateway.files(spec(), [], {}, ())
+    put = {Path(f.path).stem for f in files if f.path.startswith(gateway.LUA)}
+    modules = Path(gateway.__file__).parent / "lua" / "fleet"
+    assert put == {p.stem for p in modules.glob("*.lua")} != set()
