@@ -1,6 +1,7 @@
 """ExecStop of an instance: no new request, wait for those in flight, then end the server.
 
-Environment: FLEET_INSTANCE, FLEET_RUN, FLEET_PORT, FLEET_DRAIN_SECONDS, MAINPID.
+Environment: FLEET_INSTANCE, FLEET_RUN, FLEET_PORT, FLEET_DRAIN_SECONDS, and MAINPID
+while the server lives.
 Exits 0 also when requests were cut: a stop must go through. It says how many.
 """
 
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from typing import Mapping, Optional
+from typing import Mapping
 
 SHUTDOWN_SECONDS = 30.0  # from SIGTERM to SIGKILL; vLLM alone may hang there for ever
 POLL_SECONDS = 0.2
@@ -23,9 +24,13 @@ SAY_SECONDS = 15.0
 def main(env: Mapping[str, str]) -> int:
     """Drain and end one instance; the exit code."""
     name = env["FLEET_INSTANCE"]
-    pid = int(env["MAINPID"]) if env.get("MAINPID", "").isdigit() else None
-    begun = time.monotonic()
     remove_ready(env["FLEET_RUN"])
+    if not env.get("MAINPID", "").isdigit():
+        # systemd stops what is left of a server that ended by itself: nothing can be finished
+        say("%s: the server has ended already" % name)
+        return 0
+    pid = int(env["MAINPID"])
+    begun = time.monotonic()
     left = drain(name, pid, int(env["FLEET_PORT"]), float(env["FLEET_DRAIN_SECONDS"]))
     seconds = time.monotonic() - begun
     if left:
@@ -35,8 +40,7 @@ def main(env: Mapping[str, str]) -> int:
         )
     else:
         say("%s: drained in %.1f s" % (name, seconds))
-    if pid is not None:
-        end(name, pid)
+    end(name, pid)
     return 0
 
 
@@ -46,7 +50,7 @@ def remove_ready(run: str) -> None:
         os.unlink(os.path.join(run, "ready"))
 
 
-def drain(name: str, pid: Optional[int], port: int, seconds: float) -> int:
+def drain(name: str, pid: int, port: int, seconds: float) -> int:
     """Wait until nothing is in flight, the server is gone or the time is over.
 
     Returns how many requests were in flight at the end, 0 where the server is gone.
@@ -55,7 +59,7 @@ def drain(name: str, pid: Optional[int], port: int, seconds: float) -> int:
     said = time.monotonic()
     last = 0
     while True:
-        if pid is not None and not alive(pid):
+        if not alive(pid):
             return 0
         try:
             last = in_flight(port)

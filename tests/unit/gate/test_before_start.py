@@ -152,7 +152,7 @@ def test_a_lost_card_shifts_the_indices(smi: Smi) -> None:
         before_start.check_cards([2], ["GPU-cccc"])
     with pytest.raises(Refused, match=r"card 1 \(GPU-bbbb\) is gone; nvidia-smi shows GPU-cccc"):
         before_start.check_cards([1], ["GPU-bbbb"])
-    with pytest.raises(Refused, match="card 7 .* shows nothing at this index"):
+    with pytest.raises(Refused, match=r"card 7 .* shows nothing at this index"):
         before_start.check_cards([7], ["GPU-dddd"])
 
 

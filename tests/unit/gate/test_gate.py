@@ -125,8 +125,10 @@ def test_open_at_any_time(run: Path, path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [CHAT, "/v1/models", "/v1/embeddings", "/v1/rerank", "/v1/messages/count_tokens"]
-    + ["/v1/responses", "/v1/responses/resp_a1-b", "/v1/responses/resp_a1/cancel"],
+    [
+        *(CHAT, "/v1/models", "/v1/embeddings", "/v1/rerank", "/v1/messages/count_tokens"),
+        *("/v1/responses", "/v1/responses/resp_a1-b", "/v1/responses/resp_a1/cancel"),
+    ],
 )
 def test_allowed_paths(run: Path, path: str) -> None:
     house = House(run)
@@ -136,10 +138,12 @@ def test_allowed_paths(run: Path, path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/docs", "/openapi.json", "/version", "/ping", "/load", "/tokenize", "/invocations"]
-    + ["/inference/v1/generate", "/v1/load_lora_adapter", "/pause", "/v1", "/v1/chat/completions/"]
-    + ["//v1/models", "/v1/models/../../tokenize", "/metrics/x", "/fleet/ready/", "/V1/models"]
-    + ["/v1/responses/a/b", "/v1/responses/../x", "/v1/responses/a\n"],
+    [
+        *("/", "/docs", "/openapi.json", "/version", "/ping", "/load", "/tokenize", "/V1/models"),
+        *("/invocations", "/inference/v1/generate", "/v1/load_lora_adapter", "/pause", "/v1"),
+        *("//v1/models", "/v1/models/../../tokenize", "/metrics/x", "/fleet/ready/", f"{CHAT}/"),
+        *("/v1/responses/a/b", "/v1/responses/../x", "/v1/responses/a\n"),
+    ],
 )
 @pytest.mark.parametrize("ready", [True, False])
 def test_everything_else_is_not_there(run: Path, path: str, ready: bool) -> None:
