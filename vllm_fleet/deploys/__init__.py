@@ -1,0 +1,109 @@
+"""The chapters of deploy.py, in the order in which they stand there.
+
+Each takes the plan of the host that it runs for, or None where the host gave no facts, and
+calls operations that compare and yield only what differs. Names carry no per-host values:
+pyinfra merges operations of equal position over hosts and shows one name for all.
+"""
+
+from __future__ import annotations
+
+from pyinfra import state
+from pyinfra.context import ctx_host
+from pyinfra.operations import python
+
+from vllm_fleet.deploys.fleet import fleet_plans, my_plan
+from vllm_fleet.operations import flow
+from vllm_fleet.operations import host as hosts
+from vllm_fleet.operations import instance as instances
+from vllm_fleet.operations import release as releases
+from vllm_fleet.operations import weights as model_weights
+from vllm_fleet.plan import HostPlan
+from vllm_fleet.planned import PlannedInstance
+
+__all__ = [
+    "meet",
+    "my_plan",
+    "open_gateway",
+    "prepare",
+    "retire",
+    "serve",
+    "stage",
+    "watch",
+]
+
+
+def meet(name: str) -> None:
+    """All hosts wait for each other here."""
+    flow.barrier(name=name)
+
+
+def prepare(plan: HostPlan | None) -> None:
+    """Debian packages, then every file of ours in one go."""
+    if plan is None:
+        return
+    hosts.packages(name="Debian packages", plan=plan)
+    hosts.files(name="Files of ours", plan=plan)
+
+
+def stage(plan: HostPlan | None) -> None:
+    """Tools, releases and weights, built and verified beside what serves."""
+    if plan is None or not plan.releases:
+        return
+    releases.tools(name="Tools", plan=plan)
+    releases.built(name="Releases of vLLM", plan=plan)
+    model_weights.verified(name="Weights of the models", plan=plan)
+
+
+def open_gateway(plan: HostPlan | None) -> None:
+    """nginx routes to what will serve and no more to what leaves."""
+    if plan is not None and plan.gateway_services:
+        hosts.services(name="Gateway", plan=plan, services=plan.gateway_services)
+
+
+def serve(plan: HostPlan | None) -> None:
+    """What does not run starts, all at once; what runs with old settings is replaced in turn."""
+    if plan is None or not (plan.instances or plan.retired):
+        return
+    instances.started(name="Instances that do not run", plan=plan)
+    if any(one.to_restart() for one in fleet_plans().values()):
+        python.call(name="Instances with old settings", function=replace_in_turn, _run_once=True)
+
+
+def watch(plan: HostPlan | None) -> None:
+    """Prometheus, node exporter, Grafana."""
+    if plan is not None and plan.monitoring_services:
+        hosts.services(name="Monitoring", plan=plan, services=plan.monitoring_services)
+
+
+def retire(plan: HostPlan | None) -> None:
+    """What is no longer in the plan: drained, stopped, removed, then its files."""
+    if plan is None:
+        return
+    instances.retired(name="Instances no longer in the plan", plan=plan)
+    hosts.files(name="Files no longer in the plan", plan=plan, keep_removed=False)
+
+
+def replace_in_turn() -> None:
+    """Restart the instances that run with old settings, one after the other, in declared order.
+
+    Each must be warm before the next one goes; the first failure ends it, so that the others
+    keep serving as they are. Raises RuntimeError then, which fails the run.
+    """
+    turns: list[tuple[HostPlan, PlannedInstance]] = [
+        (plan, one) for plan in fleet_plans().values() for one in plan.to_restart()
+    ]
+    by_name = {one.name: one for one in state.inventory}
+    for number, (plan, one) in enumerate(turns, 1):
+        target = by_name[plan.spec.name]
+        if target not in state.active_hosts:
+            raise RuntimeError(
+                f"{target.name} failed earlier in this run: {one.name} and "
+                f"{len(turns) - number} more keep their old settings; mend it and deploy again"
+            )
+        with ctx_host.use(target):
+            done = instances.replaced(name="Replace an instance", plan=plan, instance=one)
+        if done.did_error():
+            raise RuntimeError(
+                f"{target.name}: instance {one.name} did not come back with its new settings; "
+                f"{len(turns) - number} more keep their old ones and serve; see above for the cause"
+            )

@@ -1,0 +1,1 @@
+"""Steps that pyinfra does not have: each compares and yields only what is needed."""

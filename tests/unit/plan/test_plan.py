@@ -1,0 +1,239 @@
+"""Spec and states in, the wanted state of every host out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.fleets import ALL, fleet, states, unit
+from vllm_fleet.plan import HostPlan, Refusal, plan_fleet
+from vllm_fleet.spec.inputs import Inputs
+
+
+def plans(root: Path, inputs: Inputs | None = None, **changes: Any) -> dict[str, HostPlan]:
+    found = fleet(root)
+    return plan_fleet(found, states(found, **changes), inputs or Inputs())
+
+
+def settled(plan: HostPlan) -> dict[str, Any]:
+    """Changes that make a state be what a plan wants."""
+    return {
+        "packages": dict.fromkeys(plan.packages, "1"),
+        "manifest": {f.path: f.sha256 for f in plan.files},
+        "files": {f.path: [f.sha256, oct(f.mode), f.owner, f.group] for f in plan.files},
+        "releases": {r.id: {} for r in plan.releases},
+        "tools": plan.tools.id if plan.tools else None,
+        "weights": {
+            str(w.order["stamp"]): {
+                **{key: w.order[key] for key in ("source", "repo", "revision")},
+                "passed": w.order["needs"],
+                "intact": True,
+            }
+            for w in plan.weights
+        },
+        "units": {
+            **{i.unit: unit() for i in plan.instances},
+            **{s.unit: unit() for s in (*plan.gateway_services, *plan.monitoring_services)},
+        },
+        "loaded": {
+            s.unit: f"{s.restarts}:{s.reloads}"
+            for s in (*plan.gateway_services, *plan.monitoring_services)
+        },
+        "instances": {
+            i.name: {"running": plan.checksums[i.name], "ready": True, "release": i.release}
+            for i in plan.instances
+        },
+    }
+
+
+def test_every_host_gets_its_part(tmp_path: Path) -> None:
+    found = plans(tmp_path)
+    assert list(found) == ["gpu-1", "gpu-2", "gw-1"]
+    assert [i.name for i in found["gpu-1"].instances] == ["glm-a", "qwen-a"]
+    assert [i.uuids for i in found["gpu-1"].instances] == [
+        ("GPU-0000", "GPU-1111"),
+        ("GPU-2222",),
+    ]
+    assert [i.name for i in found["gpu-2"].instances] == ["glm-a"]
+    assert not found["gw-1"].instances
+    assert {"gcc", "python3-dev", "ninja-build"} <= set(found["gpu-1"].packages)
+    assert "prometheus" in found["gw-1"].packages
+    assert "gcc" not in found["gw-1"].packages
+    routed = next(f for f in found["gw-1"].files if f.path == "/etc/nginx/conf.d/vllm-fleet.conf")
+    assert "10.0.0.2:8001" in routed.content
+    assert len({r.id for p in found.values() for r in p.releases}) == 1
+
+
+def test_a_host_that_is_as_wanted_needs_nothing(tmp_path: Path) -> None:
+    first = plans(tmp_path)
+    changes = {name.replace("-", "_"): settled(plan) for name, plan in first.items()}
+    for plan in plans(tmp_path, **changes).values():
+        assert not plan.missing_packages
+        assert not plan.changed_files
+        assert not plan.removed_files
+        assert not plan.missing_releases
+        assert all(w.present for w in plan.weights)
+        assert not plan.to_start()
+        assert not plan.to_restart()
+        assert not plan.retired
+        assert not plan.notices
+
+
+def test_a_process_with_old_settings_is_restarted_also_when_the_files_are_new(
+    tmp_path: Path,
+) -> None:
+    changes = settled(plans(tmp_path)["gpu-1"])
+    changes["instances"]["glm-a"]["running"] = "of another configuration"
+    plan = plans(tmp_path, gpu_1=changes)["gpu-1"]
+    assert not plan.changed_files
+    assert [i.name for i in plan.to_restart()] == ["glm-a"]
+    assert not plan.to_start()
+
+
+@pytest.mark.parametrize(
+    "how", [{"active": "failed"}, {"active": "activating"}, {"enabled": "disabled"}]
+)
+def test_what_does_not_run_or_would_not_at_boot_is_started(
+    tmp_path: Path, how: dict[str, str]
+) -> None:
+    changes = settled(plans(tmp_path)["gpu-1"])
+    changes["units"]["vllm@qwen-a.service"] = unit(**how)
+    plan = plans(tmp_path, gpu_1=changes)["gpu-1"]
+    assert [i.name for i in plan.to_start()] == ["qwen-a"]
+    assert not plan.to_restart()
+
+
+def test_a_running_instance_stays_on_its_release(tmp_path: Path) -> None:
+    changes = settled(plans(tmp_path)["gpu-1"])
+    (tmp_path / "group_vars").mkdir(exist_ok=True)
+    newer = ALL.replace("0.32.0", "0.33.0")
+    found = fleet(tmp_path, all=newer)
+    plan = plan_fleet(found, states(found, gpu_1=changes), Inputs())["gpu-1"]
+    assert {i.release for i in plan.instances} == {"0.32.0-open"}
+    assert [r.id for r in plan.missing_releases] == ["0.33.0-open"]  # staged
+    assert not plan.to_restart()
+    assert "upgrade.py" in plan.notices[0]
+
+
+def test_what_left_the_spec_is_retired_and_its_files_removed(tmp_path: Path) -> None:
+    changes = settled(plans(tmp_path)["gpu-1"])
+    less = ALL[: ALL.index("  - {name: qwen-a")].replace("  qwen:", "  # qwen:")
+    found = fleet(tmp_path, all=less)
+    every = plan_fleet(found, states(found, gpu_1=changes), Inputs())
+    plan = every["gpu-1"]
+    assert plan.retired == ("qwen-a",)
+    assert "/etc/vllm/qwen-a.env" in plan.removed_files
+    assert all("qwen-a" in path for path in plan.removed_files)
+    assert not any("8002" in f.content for f in every["gw-1"].files)
+
+
+def test_an_instance_that_is_only_a_file_is_retired_too(tmp_path: Path) -> None:
+    changes = {"instances": {"old": {"running": "", "ready": False, "release": ""}}}
+    assert plans(tmp_path, gpu_2=changes)["gpu-2"].retired == ("old",)
+
+
+def test_lost_weights_are_fetched_again(tmp_path: Path) -> None:
+    changes = settled(plans(tmp_path)["gpu-1"])
+    for stamp in changes["weights"].values():
+        stamp["intact"] = stamp["repo"] != "Qwen/Qwen3-8B"
+    plan = plans(tmp_path, gpu_1=changes)["gpu-1"]
+    assert [w.name for w in plan.weights if not w.present] == ["qwen"]
+
+
+def test_a_file_changed_by_hand_or_with_another_owner_is_put_again(tmp_path: Path) -> None:
+    changes = settled(plans(tmp_path)["gpu-1"])
+    changes["files"]["/etc/vllm/glm-a.env"][3] = "root"
+    del changes["files"]["/etc/vllm/glm-a.sh"]
+    plan = plans(tmp_path, gpu_1=changes)["gpu-1"]
+    assert {f.path for f in plan.changed_files} == {"/etc/vllm/glm-a.env", "/etc/vllm/glm-a.sh"}
+
+
+FOREIGN = {"pid": 77, "user": "bob", "command": "python train.py", "unit": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"user": "ops"}, ("gpu-1", "ops", "_sudo")),
+        ({"systemd": False, "init": "tini"}, ("gpu-1", "tini", "systemd")),
+        (
+            {"os": {"id": "debian", "version": "11", "name": "Debian GNU/Linux 11"}},
+            ("gpu-1", "Debian GNU/Linux 11", "Debian 12"),
+        ),
+        (
+            {"os": {"id": "rocky", "version": "9.4", "name": "Rocky Linux 9.4"}},
+            ("Rocky Linux 9.4", "Ubuntu 22.04"),
+        ),
+        (
+            {"listening": {"8002": FOREIGN}},
+            ("gpu-1", "port 8002", "qwen-a", "pid 77 of bob", "train.py", "another port"),
+        ),
+        (
+            {"cards": {"present": True, "error": "Driver/library version mismatch", "csv": ""}},
+            ("gpu-1", "nvidia-smi", "mismatch"),
+        ),
+        ({"cards": {"present": False, "error": None, "csv": ""}}, ("no NVIDIA driver", "device")),
+        (
+            {"disks": {"/opt/vllm": {"free_mib": 3 * 1024, "device": 1}}},
+            ("gpu-1", "/opt/vllm", "3.0 GiB", "16 GiB"),
+        ),
+    ],
+)
+def test_a_host_that_is_not_fit_is_refused_with_place_and_remedy(
+    tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(Refusal) as refusal:
+        plans(tmp_path, gpu_1=changes)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_card_that_is_missing_or_held_is_named(tmp_path: Path) -> None:
+    found = fleet(tmp_path)
+    all_states = states(found)
+    csv = "\n".join(all_states["gpu-1"].cards["csv"].splitlines()[:2])
+    held = {"uuid": "GPU-0000", **FOREIGN}
+    all_states["gpu-1"] = replace(
+        all_states["gpu-1"],
+        cards={"present": True, "error": None, "csv": csv, "holders": [held]},
+    )
+    with pytest.raises(Refusal) as refusal:
+        plan_fleet(found, all_states, Inputs())
+    first, second = refusal.value.reasons
+    assert "card 0 of instance glm-a is held by pid 77 of bob" in first
+    assert "qwen-a wants card 2; nvidia-smi lists 0, 1" in second
+
+
+def test_every_host_is_told_of_at_once(tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refusal:
+        plans(tmp_path, gpu_1={"user": "ops"}, gw_1={"listening": {"80": FOREIGN}})
+    assert len(refusal.value.reasons) == 2
+
+
+def test_our_own_processes_on_ports_and_cards_are_no_reason(tmp_path: Path) -> None:
+    ours = {"pid": 5, "user": "vllm", "command": "vllm serve", "unit": "vllm@qwen-a.service"}
+    nginx = {"pid": 6, "user": "root", "command": "nginx", "unit": "nginx.service"}
+    assert plans(tmp_path, gpu_1={"listening": {"8002": ours}}, gw_1={"listening": {"80": nginx}})
+
+
+def test_a_host_that_takes_no_part_is_still_routed_to(tmp_path: Path) -> None:
+    found = fleet(tmp_path)
+    some = states(found)
+    del some["gpu-2"]
+    every = plan_fleet(found, some, Inputs())
+    assert list(every) == ["gpu-1", "gw-1"]
+    assert any("10.0.0.2:8001" in f.content for f in every["gw-1"].files)
+
+
+def test_what_a_renderer_refuses_names_the_host(tmp_path: Path) -> None:
+    found = fleet(tmp_path, all=ALL.replace("10.0.0.2", "gpu-2"))
+    hosts = tuple(
+        h.model_copy(update={"address": "gpu-2.lan"}) if h.name == "gpu-2" else h
+        for h in found.hosts
+    )
+    unresolved = found.model_copy(update={"hosts": hosts})
+    with pytest.raises(Refusal, match=r"gpu-2.*gpu-2\.lan"):
+        plan_fleet(unresolved, states(unresolved), Inputs())

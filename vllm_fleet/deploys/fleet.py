@@ -1,0 +1,93 @@
+"""From inventory, group_vars and one fact a host to the plan of every host, once a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gevent
+from gevent.lock import RLock
+from pyinfra import host, inventory, logger, state
+from pyinfra.api import Host as PyinfraHost
+from pyinfra.api.exceptions import DeployError, InventoryError
+from pyinfra.context import ctx_host
+
+from vllm_fleet import plan as planning
+from vllm_fleet.facts.host import Host
+from vllm_fleet.plan import HostPlan, Refusal
+from vllm_fleet.spec.addresses import resolved
+from vllm_fleet.spec.complaints import SpecError
+from vllm_fleet.spec.inputs import read_inputs
+from vllm_fleet.spec.load import load_fleet
+from vllm_fleet.state import HostState
+
+# pyinfra runs the deploy file once a host, side by side: the first one here plans for all.
+_lock = RLock()
+_plans: dict[int, dict[str, HostPlan]] = {}
+
+
+def my_plan() -> HostPlan | None:
+    """The plan of the host that this deploy file runs for; None where the host gave no facts.
+
+    Raises InventoryError for a wrong spec and DeployError where any host is refused: both
+    before anything is changed on any host.
+    """
+    return fleet_plans().get(host.name)
+
+
+def fleet_plans() -> dict[str, HostPlan]:
+    """The plans of all hosts that take part in this run, in declared order."""
+    with _lock:
+        key = id(state.inventory)
+        if key not in _plans:
+            _plans[key] = _plan_all()
+        return _plans[key]
+
+
+def inventory_file() -> str:
+    """The inventory file of this run, which group_vars stands beside.
+
+    pyinfra does not hand it on; it is the first existing .py file of the command line whose
+    name is a group of the inventory.
+    """
+    for word in sys.argv[1:]:
+        path = Path(word)
+        if path.suffix == ".py" and path.is_file() and path.stem in inventory.groups:
+            return word
+    raise InventoryError(
+        "group_vars stand beside an inventory file: run pyinfra inventory/<name>.py deploy.py"
+    )
+
+
+def _plan_all() -> dict[str, HostPlan]:
+    try:
+        fleet = resolved(load_fleet(inventory_file()))
+        inputs = read_inputs(fleet)
+    except SpecError as error:
+        raise InventoryError(f"nothing was changed:\n{error}") from None
+    taking_part = [one for one in inventory if one in state.active_hosts]
+    for one in inventory:
+        if state.is_host_in_limit(one) and one not in state.active_hosts:
+            logger.warning("%sunreachable: left out of this run", one.print_prefix)
+    states = _states(taking_part)
+    try:
+        plans = planning.plan_fleet(fleet, states, inputs)
+    except Refusal as refusal:
+        raise DeployError("nothing was changed:\n" + "\n".join(refusal.reasons)) from None
+    for plan in plans.values():
+        for notice in plan.notices:
+            logger.warning("%s: %s", plan.spec.name, notice)
+    return plans
+
+
+def _states(hosts: list[PyinfraHost]) -> dict[str, HostState]:
+    """The large fact of every host, side by side; a host that gives none is left out."""
+
+    def ask(one: PyinfraHost) -> HostState | None:
+        with ctx_host.use(one):
+            found: HostState | None = one.get_fact(Host, asked=planning.asked())
+            return found
+
+    jobs = {one.name: gevent.spawn(ask, one) for one in hosts}
+    gevent.joinall(list(jobs.values()), raise_error=True)
+    return {name: job.value for name, job in jobs.items() if job.value is not None}

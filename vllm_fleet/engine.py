@@ -1,0 +1,155 @@
+"""The command line of ``vllm serve`` for one planned instance. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+
+from vllm_fleet import paths
+from vllm_fleet.planned import PlannedInstance
+
+# Options that decide where the server listens, what it is called and who may ask: they come
+# from the spec's own keys, and two sources would disagree one day. Keys and tokens never
+# stand in argv, where every user of the host can read them.
+RESERVED = {
+    "host": "every instance listens on all addresses of its host",
+    "port": "set `port` of the instance",
+    "uds": "gateways reach an instance by its port",
+    "root-path": "the gateway sends the plain paths",
+    "model": "set `repo` of the model",
+    "served-model-name": "the model's name and `aliases` are used",
+    "trust-remote-code": "set `trust_remote_code` of the model",
+    "config": "write the options themselves into `vllm_args`",
+    "api-key": "clients' keys are checked by the gateway: set `api_keys`",
+    "hf-token": "weights are fetched before the start: set `hub`",
+    "ssl-keyfile": "TLS ends at the gateway: set `gateway.tls`",
+    "ssl-certfile": "TLS ends at the gateway: set `gateway.tls`",
+}
+# Bare flags without a `--no-` form in vLLM 0.18 to 0.33; false leaves them out.
+ONE_WAY = frozenset(
+    {
+        "aggregate-engine-logging",
+        "data-parallel-multi-port-external-lb",
+        "disable-log-stats",
+        "grpc",
+        "headless",
+    }
+)
+REPEATED = frozenset({"middleware"})  # one value each, may be given several times
+TOOL_OPTIONS = frozenset({"tool-call-parser", "enable-auto-tool-choice"})
+GATE = "gate.Gate"  # in paths.LIB, which is on PYTHONPATH
+
+_NAME = re.compile(r"[a-z0-9][A-Za-z0-9.+-]*")
+
+
+class EngineError(ValueError):
+    """An option of ``vllm_args`` that cannot be passed on; says which and what to do."""
+
+
+def options(args: Mapping[str, object]) -> dict[str, object]:
+    """``vllm_args`` by long name with dashes; refuses what is reserved or no name.
+
+    Raises :class:`EngineError`.
+    """
+    named: dict[str, object] = {}
+    for key, value in args.items():
+        head, dot, rest = key.partition(".")
+        name = head.replace("_", "-") + dot + rest  # as vLLM: `--a-b.key_of_json`
+        if not _NAME.fullmatch(name.replace("_", "-")):
+            raise EngineError(
+                f"vllm_args: {key!r} is no option name; write it without dashes in front, "
+                "such as `max-num-seqs`"
+            )
+        plain = name.removeprefix("no-")
+        if plain in RESERVED:
+            raise EngineError(f"vllm_args: `{key}` cannot be set here: {RESERVED[plain]}")
+        if name in named:
+            raise EngineError(f"vllm_args: `{key}` is given twice, with dash and underscore")
+        named[name] = value
+    return named
+
+
+def command(instance: PlannedInstance) -> list[list[str]]:
+    """The words of the command, one inner list a line: the program first, then an option each.
+
+    Raises :class:`EngineError` on an option that cannot be passed on.
+    """
+    given = options(instance.args)
+    model = instance.model
+    lines = [
+        [f"{paths.RELEASES}/{instance.release}/bin/vllm", "serve", instance.weights],
+        ["--host", "0.0.0.0"],
+        ["--port", str(instance.port)],
+        ["--served-model-name", instance.model_name, *model.aliases],
+    ]
+    if isinstance(model.max_model_len, int) and "max-model-len" not in given:
+        lines.append(["--max-model-len", str(model.max_model_len)])
+    if instance.cards and "tensor-parallel-size" not in given:
+        lines.append(["--tensor-parallel-size", str(_tensor_parallel(instance, given))])
+    if model.task != "chat" and "runner" not in given:
+        lines.append(["--runner", "pooling"])
+    if model.trust_remote_code:
+        lines.append(["--trust-remote-code"])
+    for name, value in given.items():
+        lines.extend(_option(name, value))
+    # vLLM puts the middleware named last around all others: nothing gets past the gate.
+    lines.append(["--middleware", GATE])
+    return lines
+
+
+def shell(lines: list[list[str]]) -> str:
+    """The command as shell text, one option a line, every word quoted as it needs."""
+    return " \\\n  ".join(shlex.join(words) for words in lines)
+
+
+def has_tools(args: Mapping[str, object]) -> bool:
+    """Whether the options make the server answer with tool calls."""
+    given = options(args)
+    return bool(given.get("enable-auto-tool-choice")) and "tool-call-parser" in given
+
+
+def _tensor_parallel(instance: PlannedInstance, given: Mapping[str, object]) -> int:
+    """Cards left for each replica and stage; all cards where nothing else divides them."""
+    share = 1
+    for name in ("pipeline-parallel-size", "data-parallel-size"):
+        value = given.get(name)
+        share *= value if isinstance(value, int) and value > 0 else 1
+    if len(instance.cards) % share:
+        raise EngineError(
+            f"instance {instance.name} on {instance.host}: {len(instance.cards)} cards cannot be "
+            f"divided by pipeline-parallel-size x data-parallel-size = {share}; "
+            "change `cards` or these `vllm_args`"
+        )
+    return len(instance.cards) // share
+
+
+def _option(name: str, value: object) -> Iterator[list[str]]:
+    if value is None:
+        return
+    if value is True:
+        yield [f"--{name}"]
+    elif value is False:
+        if name.startswith("no-"):
+            yield [f"--{name.removeprefix('no-')}"]
+        elif name not in ONE_WAY:
+            yield [f"--no-{name}"]
+    elif isinstance(value, list | tuple):
+        words = [_text(item) for item in value]
+        if name in REPEATED:
+            yield from ([f"--{name}", word] for word in words)
+        elif words:
+            yield [f"--{name}", *words]
+    else:
+        word = _text(value)
+        # argparse takes a separate word with a leading dash for the next option
+        yield [f"--{name}={word}"] if word.startswith("-") else [f"--{name}", word]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping | list | tuple):
+        return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)

@@ -1,0 +1,127 @@
+"""ExecStop of an instance: no new request, wait for those in flight, then end the server.
+
+Environment: FLEET_INSTANCE, FLEET_RUN, FLEET_PORT, FLEET_DRAIN_SECONDS, MAINPID.
+Exits 0 also when requests were cut: a stop must go through. It says how many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+from typing import Mapping, Optional
+
+SHUTDOWN_SECONDS = 30.0  # from SIGTERM to SIGKILL; vLLM alone may hang there for ever
+POLL_SECONDS = 0.2
+SAY_SECONDS = 15.0
+
+
+def main(env: Mapping[str, str]) -> int:
+    """Drain and end one instance; the exit code."""
+    name = env["FLEET_INSTANCE"]
+    pid = int(env["MAINPID"]) if env.get("MAINPID", "").isdigit() else None
+    begun = time.monotonic()
+    remove_ready(env["FLEET_RUN"])
+    left = drain(name, pid, int(env["FLEET_PORT"]), float(env["FLEET_DRAIN_SECONDS"]))
+    seconds = time.monotonic() - begun
+    if left:
+        say(
+            "%s: %d requests still ran after drain_seconds (%.0f s) and are cut; raise "
+            "drain_seconds in group_vars where answers take longer" % (name, left, seconds)
+        )
+    else:
+        say("%s: drained in %.1f s" % (name, seconds))
+    if pid is not None:
+        end(name, pid)
+    return 0
+
+
+def remove_ready(run: str) -> None:
+    """From here on the gate refuses every new request."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(run, "ready"))
+
+
+def drain(name: str, pid: Optional[int], port: int, seconds: float) -> int:
+    """Wait until nothing is in flight, the server is gone or the time is over.
+
+    Returns how many requests were in flight at the end, 0 where the server is gone.
+    """
+    deadline = time.monotonic() + seconds
+    said = time.monotonic()
+    last = 0
+    while True:
+        if pid is not None and not alive(pid):
+            return 0
+        try:
+            last = in_flight(port)
+        except ConnectionRefusedError:
+            return 0
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            # A server too busy to answer has requests: wait, never cut them for this.
+            last = max(last, 1)
+            state = "does not answer (%s)" % error
+        else:
+            state = "%d requests in flight" % last
+        if not last:
+            return 0
+        now = time.monotonic()
+        if now >= deadline:
+            return last
+        if now - said >= SAY_SECONDS:
+            said = now
+            say("%s: %s; %.0f s left to drain" % (name, state, deadline - now))
+        time.sleep(min(POLL_SECONDS, max(0.0, deadline - now)))
+
+
+def in_flight(port: int) -> int:
+    """What the gate counts. Raises OSError, ValueError or HTTPException where it cannot tell."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/fleet/ready")
+        count = json.loads(connection.getresponse().read())["in_flight"]
+    except KeyError:
+        raise ValueError("no in_flight in the answer of /fleet/ready") from None
+    finally:
+        connection.close()
+    return int(count)
+
+
+def end(name: str, pid: int) -> None:
+    """SIGTERM, and SIGKILL when the server has not gone by then."""
+    send_signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    while time.monotonic() < deadline:
+        if not alive(pid):
+            return
+        time.sleep(0.1)
+    say("%s: hangs %.0f s after SIGTERM: killed" % (name, SHUTDOWN_SECONDS))
+    send_signal(pid, signal.SIGKILL)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal; no error when the process is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        with open("/proc/%d/stat" % pid) as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def say(text: str) -> None:
+    """One line to the journal, at once."""
+    print("stop: " + text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ))

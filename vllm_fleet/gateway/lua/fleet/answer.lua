@@ -1,0 +1,73 @@
+-- Answers of the gateway itself, in the format of OpenAI's errors.
+
+local cjson = require "cjson"
+
+local M = {}
+
+local TYPES = {
+  [400] = "BadRequestError",
+  [401] = "AuthenticationError",
+  [403] = "PermissionDeniedError",
+  [404] = "NotFoundError",
+  [405] = "MethodNotAllowedError",
+  [408] = "RequestTimeoutError",
+  [413] = "RequestTooLargeError",
+  [414] = "RequestTooLargeError",
+  [429] = "RateLimitError",
+  [431] = "RequestTooLargeError",
+  [502] = "BadGatewayError",
+  [503] = "ServiceUnavailableError",
+  [504] = "GatewayTimeoutError",
+}
+
+-- What nginx refuses by itself, before any Lua ran.
+local MESSAGES = {
+  [400] = "The request is not valid HTTP.",
+  [404] = "There is no such path.",
+  [408] = "The request took too long to arrive.",
+  [413] = "The request body is larger than this gateway accepts.",
+  [414] = "The request's address is too long.",
+  [431] = "The request's headers are too large.",
+}
+
+-- A string as JSON. cjson escapes the slash, which is allowed and ugly.
+function M.quote(text)
+  return (cjson.encode(text):gsub("\\/", "/"))
+end
+
+function M.json(status, body)
+  ngx.status = status
+  ngx.header["Content-Type"] = "application/json"
+  ngx.header["Content-Length"] = #body + 1
+  ngx.print(body, "\n")
+  return ngx.exit(ngx.HTTP_OK)  -- ends the request in any phase; the status is sent already
+end
+
+-- Ends the request. `param` names the field at fault, where it is one.
+function M.error(status, message, param)
+  return M.json(status, string.format(
+    '{"error":{"message":%s,"type":"%s","param":%s,"code":%d}}',
+    M.quote(message), TYPES[status] or "InternalServerError", param and M.quote(param) or "null",
+    status))
+end
+
+-- 503 for what may work a little later.
+function M.later(message, seconds)
+  ngx.header["Retry-After"] = seconds
+  return M.error(503, message)
+end
+
+-- In the location of nginx's own errors.
+function M.nginx_error()
+  local status = ngx.status
+  if status == 494 then
+    status = 431
+  elseif status >= 495 and status <= 497 then  -- TLS: no certificate, or plain HTTP on the TLS port
+    status = 400
+  elseif status < 400 then
+    status = 500
+  end
+  return M.error(status, MESSAGES[status] or "The gateway failed; see its error log.")
+end
+
+return M

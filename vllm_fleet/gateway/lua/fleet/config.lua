@@ -1,0 +1,88 @@
+-- What the deploy wrote for us: pools.json (settings and pools) and keys.json.
+--
+-- Read once by nginx's master while it loads its configuration, as root, so that a broken file
+-- refuses the reload. The text of pools.json also goes to shared memory: requests that an older
+-- worker still holds after a reload then see the instances of today.
+
+local cjson = require "cjson"
+
+local state = ngx.shared.fleet_state
+
+local M = {}
+
+local stamp, settings, pools, by_name, keys
+
+local function read(path)
+  local file, err = io.open(path, "rb")
+  if not file then
+    error("vllm-fleet: " .. err .. "; run the deploy for this gateway again", 0)
+  end
+  local text = file:read("*a")
+  file:close()
+  local ok, value = pcall(cjson.decode, text)
+  if not ok then
+    error("vllm-fleet: " .. path .. " is not JSON (" .. value
+          .. "); run the deploy for this gateway again", 0)
+  end
+  return value, text
+end
+
+local function use(value)
+  settings, pools, by_name = value.settings, value.pools, {}
+  for _, pool in ipairs(pools) do
+    by_name[pool.name] = pool
+    for _, alias in ipairs(pool.aliases) do
+      by_name[alias] = pool
+    end
+    for _, instance in ipairs(pool.instances) do
+      instance.id = instance.host .. "/" .. instance.name
+    end
+  end
+end
+
+-- In init_by_lua: read both files; raises with a message for the operator.
+function M.load(directory)
+  local value, text = read(directory .. "/pools.json")
+  use(value)
+  stamp = ngx.md5(text)
+  state:set("pools", text)
+  state:set("pools_stamp", stamp)
+  local listed = read(directory .. "/keys.json").keys
+  keys = nil
+  if #listed > 0 then
+    keys = {}
+    for _, key in ipairs(listed) do
+      keys[key.sha256] = key.name
+    end
+  end
+end
+
+local function refresh()
+  local now = state:get("pools_stamp")
+  if now and now ~= stamp then
+    use(cjson.decode(state:get("pools")))
+    stamp = now
+  end
+end
+
+function M.settings()
+  return settings
+end
+
+function M.pools()
+  refresh()
+  return pools
+end
+
+-- The pool that serves this name or alias, or nil.
+function M.pool(name)
+  refresh()
+  return by_name[name]
+end
+
+-- {sha256 in hex = name of the key}, or nil where no key is asked for.
+function M.keys()
+  return keys
+end
+
+return M

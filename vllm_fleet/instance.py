@@ -1,0 +1,245 @@
+"""The files of one instance, and those that all instances of a host share. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from functools import cache
+from pathlib import Path
+
+from vllm_fleet import engine, paths
+from vllm_fleet.files import ManagedFile
+from vllm_fleet.planned import PlannedInstance
+from vllm_fleet.render import render
+from vllm_fleet.spec.model import Device
+
+UNITS = "/etc/systemd/system"
+SCRIPTS = ("gate", "before_start", "warmup", "stop")  # in vllm_fleet/gate, put to paths.LIB
+START_LIMIT_BURST = 4
+SHUTDOWN_SECONDS = 30  # from SIGTERM to SIGKILL; stop.py has the same
+SLACK_SECONDS = 30  # by which systemd's limits come after the scripts' own
+
+# What the plan decides, and the gate and warm-up rely on.
+RESERVED_ENV = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES"})
+RESERVED_ENV_PREFIX = "FLEET_"
+# Nothing that is cached by one release is read by another, and no instance writes another's:
+# kernels compiled for one version have poisoned the next.
+CACHES = {
+    "CUDA_CACHE_PATH": "cuda",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "HF_HOME": "huggingface",
+    "MODELSCOPE_CACHE": "modelscope",
+    "NUMBA_CACHE_DIR": "numba",
+    "OUTLINES_CACHE_DIR": "outlines",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+    "XDG_CACHE_HOME": "xdg",
+}
+
+
+class InstanceError(ValueError):
+    """Environment that cannot be passed on; says which and what to do."""
+
+
+def files(instance: PlannedInstance) -> list[ManagedFile]:
+    """Launch script, drop-in and environment of one instance, in the order to write them.
+
+    The environment comes last: it carries the checksum of the others, which a process that
+    starts half way through must not claim. Raises :class:`InstanceError` or
+    :class:`vllm_fleet.engine.EngineError` on settings that cannot be passed on.
+    """
+    environment = {**_environment(instance), "FLEET_CHECKSUM": running_checksum(instance)}
+    return [
+        ManagedFile(f"{paths.ETC}/{instance.name}.sh", _script(instance), mode=0o755),
+        ManagedFile(f"{UNITS}/{instance.unit}.d/10-instance.conf", _drop_in(instance)),
+        ManagedFile(
+            f"{paths.ETC}/{instance.name}.env",
+            _env_file(instance, environment),
+            mode=0o640,
+            group=paths.USER,
+            secret=True,  # operators put tokens here
+        ),
+    ]
+
+
+def host_files(device: Device, *, hold_driver_packages: bool = True) -> list[ManagedFile]:
+    """What all instances of a host share: scripts, template unit, rules for upgrades."""
+    shared = [ManagedFile(f"{paths.LIB}/{name}.py", _source(name), mode=0o644) for name in SCRIPTS]
+    shared.append(ManagedFile(f"{UNITS}/vllm@.service", _unit()))
+    if device == "cuda":
+        nodes = render("vllm/vllm-device-nodes.service.j2", mark=paths.MARK)
+        shared.append(ManagedFile(f"{UNITS}/vllm-device-nodes.service", nodes))
+    shared.append(
+        ManagedFile(
+            "/etc/needrestart/conf.d/vllm-fleet.conf",
+            render("vllm/needrestart.conf.j2", mark=paths.MARK),
+        )
+    )
+    if hold_driver_packages and device != "cpu":
+        shared.append(
+            ManagedFile(
+                "/etc/apt/apt.conf.d/52vllm-fleet",
+                render("vllm/apt-driver.conf.j2", mark=paths.MARK),
+            )
+        )
+    return shared
+
+
+def running_checksum(instance: PlannedInstance) -> str:
+    """Checksum, in hex, of everything that a process takes in when it starts.
+
+    A process started with another one needs a restart. Limits of time are not part of it:
+    they hold from the next daemon-reload on.
+    """
+    parts = (
+        _script(instance),
+        _env_file(instance, _environment(instance)),
+        _unit(),
+        _source("gate"),  # runs inside the server
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        # a reworded comment is no reason to restart
+        lines = [line for line in part.splitlines() if line and not line.startswith("#")]
+        digest.update("\n".join(lines).encode() + b"\0")
+    return digest.hexdigest()
+
+
+def quote_env(value: str) -> str:
+    """A value as systemd reads it back from an EnvironmentFile, without expansion.
+
+    Raises :class:`InstanceError` on characters that systemd drops or refuses.
+    """
+    if bad := [c for c in value if (ord(c) < 32 and c not in "\t\n") or ord(c) == 127]:
+        raise InstanceError(f"holds the control character {bad[0]!r}; systemd refuses it")
+    escaped = "".join(f"\\{c}" if c in '"\\$`' else c for c in value)
+    return f'"{escaped}"'
+
+
+def _environment(instance: PlannedInstance) -> dict[str, str]:
+    for key in instance.env:
+        if key in RESERVED_ENV or key.startswith(RESERVED_ENV_PREFIX):
+            raise InstanceError(
+                f"instance {instance.name} on {instance.host}: env `{key}` is set by the plan; "
+                "take it out (cards are chosen by `cards`)"
+            )
+    state = f"{paths.STATE}/{instance.name}"
+    release = f"{paths.RELEASES}/{instance.release}"
+    cards = ",".join(str(card) for card in instance.cards)
+    environment = {
+        "FLEET_INSTANCE": instance.name,
+        "FLEET_HOST": instance.host,
+        "FLEET_DEVICE": instance.device,
+        "FLEET_CARDS": cards,
+        "FLEET_CARD_UUIDS": ",".join(instance.uuids),
+        "FLEET_PORT": str(instance.port),
+        "FLEET_MODEL": instance.model_name,
+        "FLEET_TASK": instance.model.task,
+        "FLEET_TOOLS": "1" if engine.has_tools(instance.args) else "0",
+        "FLEET_RELEASE": release,
+        "FLEET_WEIGHTS": instance.weights,
+        "FLEET_RUN": f"{paths.RUN}/{instance.name}",
+        "FLEET_STATE": state,
+        "FLEET_USER": paths.USER,
+    }
+    if instance.device == "cuda":
+        # Absolute indices as nvidia-smi numbers them: vLLM cannot read UUIDs of MIG here, and
+        # CUDA's own order differs from nvidia-smi's on hosts with unlike cards.
+        environment["CUDA_VISIBLE_DEVICES"] = cards
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    elif instance.device == "rocm":
+        environment["HIP_VISIBLE_DEVICES"] = cards
+    environment |= {
+        "HOME": state,
+        **{key: f"{_cache(instance)}/{folder}" for key, folder in CACHES.items()},
+        # ninja and compilers of the release first; nvcc where the host has one
+        "PATH": f"{release}/bin:/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin"
+        ":/usr/sbin:/usr/bin:/sbin:/bin",
+        "PYTHONPATH": paths.LIB,
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",  # weights are verified files; nothing is fetched at a start
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # longer than nginx keeps an idle connection, or it reuses one that vLLM just closed
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
+        "VLLM_LOGGING_COLOR": "0",
+    }
+    for key, value in instance.env.items():
+        environment[key] = f"{paths.LIB}:{value}" if key == "PYTHONPATH" and value else value
+    return environment
+
+
+def _cache(instance: PlannedInstance) -> str:
+    return f"{paths.STATE}/{instance.name}/cache/{instance.release}"
+
+
+def _env_file(instance: PlannedInstance, environment: dict[str, str]) -> str:
+    quoted = {}
+    for key, value in environment.items():
+        try:
+            quoted[key] = quote_env(value)
+        except InstanceError as error:
+            raise InstanceError(
+                f"instance {instance.name} on {instance.host}: env `{key}` {error}"
+            ) from None
+    return render("vllm/instance.env.j2", mark=paths.MARK, name=instance.name, environment=quoted)
+
+
+def _script(instance: PlannedInstance) -> str:
+    return render(
+        "vllm/instance.sh.j2",
+        mark=paths.MARK,
+        name=instance.name,
+        directories=" ".join(f'"${key}"' for key in CACHES),
+        command=engine.shell(engine.command(instance)),
+    )
+
+
+def _drop_in(instance: PlannedInstance) -> str:
+    return render(
+        "vllm/instance.conf.j2",
+        mark=paths.MARK,
+        name=instance.name,
+        model_name=instance.model_name,
+        port=instance.port,
+        weights=_unit_path(instance.weights),
+        start_limit_seconds=max(600, instance.start_seconds),
+        start_limit_burst=START_LIMIT_BURST,
+        start_seconds=instance.start_seconds,
+        drain_seconds=instance.drain_seconds,
+        timeout_start_seconds=instance.start_seconds + SLACK_SECONDS,
+        timeout_stop_seconds=instance.drain_seconds + SHUTDOWN_SECONDS + SLACK_SECONDS,
+        rocm=instance.device == "rocm",
+    )
+
+
+def _unit_path(path: str) -> str:
+    """A path as a unit file reads it: `%` begins a specifier, blanks part two paths."""
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"' if shlex.quote(path) != path else escaped
+
+
+@cache
+def _unit() -> str:
+    return render(
+        "vllm/vllm@.service.j2",
+        mark=paths.MARK,
+        opt=paths.OPT,
+        state=paths.STATE,
+        etc=paths.ETC,
+        lib=paths.LIB,
+        user=paths.USER,
+    )
+
+
+@cache
+def _source(name: str) -> str:
+    """One of our scripts, with our mark first."""
+    text = (Path(__file__).parent / "gate" / f"{name}.py").read_text(encoding="utf-8")
+    shebang = "#!/usr/bin/python3\n"
+    return f"{shebang}# {paths.MARK}\n{text.removeprefix(shebang)}"

@@ -1,0 +1,105 @@
+"""Packages, files and services of a host, compared with the one large fact."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Generator
+
+from pyinfra import host
+from pyinfra.api import StringCommand, operation
+
+from vllm_fleet import paths
+from vllm_fleet.files import ManagedFile
+from vllm_fleet.operations.remote import Script, inline
+from vllm_fleet.plan import HostPlan, Service
+
+# Checked on the host before a changed file stays: (paths that matter, command).
+CHECKS = (
+    (("/etc/nginx/",), ("nginx", "-t", "-q")),
+    (
+        ("/etc/prometheus/vllm-fleet",),
+        ("promtool", "check", "config", "/etc/prometheus/vllm-fleet.yml"),
+    ),
+)
+APT = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -q"
+
+
+@operation()
+def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
+    """Install the Debian packages that are missing."""
+    if not plan.missing_packages:
+        host.noop("every package is installed")
+        return
+    proxy = plan.spec.settings.proxy
+    exports = "".join(
+        f"export {name}={shlex.quote(value)}; "
+        for name, value in (
+            ("http_proxy", proxy.http),
+            ("https_proxy", proxy.https),
+            ("no_proxy", proxy.no_proxy),
+        )
+        if value
+    )
+    install = f"{APT} -y --no-install-recommends install {' '.join(plan.missing_packages)}"
+    # The lists may be old or absent on a new host; a mirror that is down is no reason to stop
+    # while the packages can still be found.
+    yield f"{exports}{APT} update || true; {install}"
+
+
+@operation()
+def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand, None, None]:
+    """
+    Put the files that differ, in one command, and check them before they stay.
+
+    + keep_removed: leave the files that are no longer wanted: something still uses them
+    """
+    changed = plan.changed_files if keep_removed else ()
+    removed = () if keep_removed else plan.removed_files
+    if not changed and not removed:
+        host.noop("every file is as wanted")
+        return
+    order = {
+        "files": [_order(file) for file in changed],
+        "remove": list(removed),
+        "checks": [{"paths": list(where), "command": list(command)} for where, command in CHECKS],
+    }
+    yield Script(*inline("apply.py"), order=order)
+
+
+def _order(file: ManagedFile) -> dict[str, str]:
+    return {
+        "path": file.path,
+        "content": file.content,
+        "mode": oct(file.mode)[2:],
+        "owner": file.owner,
+        "group": file.group,
+    }
+
+
+@operation()
+def services(plan: HostPlan, services: tuple[Service, ...]) -> Generator[str, None, None]:
+    """
+    Run and enable the daemons around vLLM, with the files they must have read.
+
+    Whether a daemon must read its files again is decided from the checksum it last read, never
+    from "a file changed in this run": a run that died in between is made good by the next one.
+    """
+    done = True
+    for service in services:
+        read = plan.state.loaded.get(service.unit, "").partition(":")
+        runs = plan.state.active(service.unit)
+        commands = []
+        if not plan.state.enabled(service.unit):
+            commands.append(f"systemctl enable -q {service.unit}")
+        if not runs or (service.restarts and read[0] != service.restarts):
+            commands.append(f"systemctl restart {service.unit}")
+        elif read[2] != service.reloads:
+            commands.append(shlex.join(service.reload))
+        if not commands:
+            continue
+        done = False
+        stamp = f"{paths.STATE}/loaded/{service.unit}"
+        commands.append(f"printf %s {service.restarts}:{service.reloads} > {stamp}")
+        yield " && ".join(commands)
+    if done:
+        host.noop("every service runs with its present files")

@@ -1,0 +1,30 @@
+"""The tools venv and the releases of vLLM on a host."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from pyinfra import host
+from pyinfra.api import operation
+
+from vllm_fleet.operations.remote import Script, installed
+from vllm_fleet.plan import HostPlan
+
+
+@operation()
+def tools(plan: HostPlan) -> Generator[Script, None, None]:
+    """Have the small venv of ours: the model hub's library, uv, the exporter."""
+    if plan.tools is None or plan.state.tools == plan.tools.id:
+        host.noop("the tools are there")
+        return
+    yield Script(*installed("tools.py"), "build", "--settings", "-", order=plan.tools.order)
+
+
+@operation()
+def built(plan: HostPlan) -> Generator[Script, None, None]:
+    """Build the releases that are missing, beside their place, and switch them in."""
+    if not plan.missing_releases:
+        host.noop("every release is there")
+        return
+    for release in plan.missing_releases:
+        yield Script(*installed("release.py"), "build", "--settings", "-", order=release.order)

@@ -1,0 +1,27 @@
+"""Weights of the models on a host."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from pyinfra import host
+from pyinfra.api import operation
+
+from vllm_fleet import paths
+from vllm_fleet.operations.remote import Script, installed
+from vllm_fleet.plan import HostPlan
+
+TOOLS_PYTHON = f"{paths.TOOLS}/current/bin/python"
+
+
+@operation()
+def verified(plan: HostPlan) -> Generator[Script, None, None]:
+    """Fetch, verify and switch in the weights that are missing."""
+    missing = [weights for weights in plan.weights if not weights.present]
+    if not missing:
+        host.noop("all weights are verified")
+        return
+    for weights in missing:
+        yield Script(
+            *installed("weights.py", TOOLS_PYTHON), "fetch", "--settings", "-", order=weights.order
+        )

@@ -1,0 +1,69 @@
+"""The files beside group_vars that the spec names: locks, keys of clients, certificates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Texts by the path that the spec writes; locks by the path with its version filled in."""
+
+    locks: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # (name, key)
+    tls: dict[str, str] = field(default_factory=dict)
+
+    def lock(self, spec: HostSpec, version: str) -> str | None:
+        """Text of the lock that a host uses for a version; None where it uses none."""
+        path = spec.settings.vllm_lock
+        return self.locks[lock_path(path, version)] if path else None
+
+    def gateway_keys(self, spec: HostSpec) -> tuple[tuple[str, str], ...]:
+        """(name, key) of the clients of a gateway; empty where it asks for none."""
+        keys = spec.settings.api_keys
+        return self.keys[keys.file] if keys else ()
+
+    def certificate(self, spec: HostSpec) -> tuple[str, str] | None:
+        """(chain, key) of a gateway as PEM texts; None where it serves plain HTTP."""
+        tls = spec.settings.gateway.tls
+        return (self.tls[tls.certificate], self.tls[tls.key]) if tls else None
+
+
+def lock_path(path: str, version: str) -> str:
+    """Where the lock of a version is, `{version}` filled in."""
+    return path.replace("{version}", version)
+
+
+def version_of(spec: HostSpec, instance: Instance) -> str:
+    """The wanted vLLM version of an instance: its own, its model's, or its host's."""
+    model = spec.settings.models[instance.model]
+    version = instance.vllm_version or model.vllm_version or spec.settings.vllm_version
+    assert version, "a spec without it is refused"
+    return version
+
+
+def read_inputs(fleet: Fleet) -> Inputs:
+    """The files that a checked fleet names, relative to its directory.
+
+    What they must hold was checked with the spec; OSError where one vanished since.
+    """
+    root = Path(fleet.root)
+    inputs = Inputs()
+    for spec in fleet.group("gpu"):
+        if spec.settings.vllm_lock:
+            for instance in spec.instances:
+                path = lock_path(spec.settings.vllm_lock, version_of(spec, instance))
+                inputs.locks[path] = (root / path).read_text(encoding="utf-8")
+    for spec in fleet.group("gateway"):
+        if keys := spec.settings.api_keys:
+            listed = yaml.safe_load((root / keys.file).read_text(encoding="utf-8"))
+            inputs.keys[keys.file] = tuple((one["name"], one["key"]) for one in listed)
+        if tls := spec.settings.gateway.tls:
+            for path in (tls.certificate, tls.key):
+                inputs.tls[path] = (root / path).read_text(encoding="utf-8")
+    return inputs

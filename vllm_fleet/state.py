@@ -1,0 +1,50 @@
+"""What a host is like now, as plain data: filled by the fact, read by the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Who listens on a port or holds a card: {"pid", "user", "command", "unit"}.
+Process = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HostState:
+    """Field by field what vllm_fleet/onhost/state.py prints."""
+
+    hostname: str
+    user: str
+    os: dict[str, str]  # id, version, name
+    arch: str
+    kernel: str
+    glibc: str
+    python: str
+    init: str
+    systemd: bool
+    memory: dict[str, int]  # total_mib, available_mib
+    disks: dict[str, dict[str, int]]  # by path: free_mib, device
+    packages: dict[str, str]  # installed version by name
+    vllm_user: bool
+    manifest: dict[str, str]  # sha256 by path, as we put it
+    files: dict[str, list[str]]  # [sha256, mode, owner, group] by path, as it is
+    units: dict[str, dict[str, str]]
+    listening: dict[str, Process]  # by TCP port
+    cards: dict[str, Any]  # present, error, csv, holders
+    releases: dict[str, dict[str, Any]]  # stamp by id
+    tools: str | None  # id of the tools venv in use
+    weights: dict[str, dict[str, Any]]  # by path of the stamp: what it says, and "intact"
+    loaded: dict[str, str] = field(default_factory=dict)  # checksum that a daemon last read
+    instances: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For pyinfra's debug output."""
+        return dict(vars(self))
+
+    def active(self, unit: str) -> bool:
+        """Whether a unit runs, or is being started or stopped."""
+        return self.units.get(unit, {}).get("ActiveState", "inactive") not in ("inactive", "failed")
+
+    def enabled(self, unit: str) -> bool:
+        """Whether a unit starts at boot."""
+        return self.units.get(unit, {}).get("UnitFileState") == "enabled"
