@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from vllm_fleet import paths
 from vllm_fleet.spec.model import HostSettings
 
-_PIN = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*(?P<version>[^\s;\\]+)")
+_PIN = re.compile(
+    r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*(?P<version>[^\s;\\]+)"
+)
 _HASH = re.compile(r"--hash=(?P<hash>sha(256|384|512):[0-9a-f]+)")
 
 

@@ -55,9 +55,7 @@ def wanted(name: str, model: Model) -> Weights:
         directory=directory.rstrip("/") or "/",
         stamp=f"{directory}/{STAMP}" if ours else f"{STAMPS}/{name}.json",
         needs_tokenizer=own_tokenizer,
-        needs_chat_template=model.task == "chat"
-        and own_tokenizer
-        and "chat-template" not in given,
+        needs_chat_template=model.task == "chat" and own_tokenizer and "chat-template" not in given,
     )
 
 
@@ -89,14 +87,15 @@ def problem(model: Model) -> str | None:
 
 
 def verified(stamp: Mapping[str, object] | None, weights: Weights) -> bool:
-    """Whether a stamp, as a host's facts hold it, is of these weights and passed the checks.
+    """Whether a stamp, as `weights.py status` prints it, is of these weights and stands.
 
-    Whether the files still are what the stamp says is looked at by onhost/weights.py, which
-    needs no request and reads no data for that.
+    `changed` names the files that no longer are what the stamp says.
     """
     if stamp is None or any(stamp.get(key) != value for key, value in weights.identity.items()):
         return False
     passed = stamp.get("passed")
+    if stamp.get("changed"):
+        return False
     return isinstance(passed, list) and set(needs(weights)) <= set(passed)
 
 

@@ -28,8 +28,8 @@ import struct
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -353,10 +353,8 @@ def main() -> int:
         return 2
     hub = server(options.root, options.listen, options.log)
     print(f"hub: serving {options.root} at {options.listen}, process {os.getpid()}", flush=True)
-    try:
+    with suppress(KeyboardInterrupt):
         hub.serve_forever()
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

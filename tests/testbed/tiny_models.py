@@ -11,6 +11,7 @@ that it runs on any machine in well under a second.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -276,7 +277,7 @@ def _train(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     while len(tokens) < size:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, count in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] += count
         if not pairs:
             break

@@ -154,9 +154,7 @@ def tools_id(lock: str, python_version: str) -> str:
     return hashlib.sha256(f"{python_version}\n{lock}".encode()).hexdigest()[:12]
 
 
-def _make(
-    settings: Mapping[str, Any], lock: str, python: str, version: str, final: Path
-) -> None:
+def _make(settings: Mapping[str, Any], lock: str, python: str, version: str, final: Path) -> None:
     started = time.monotonic()
     check_room({"tools venv": (final.parent, ROOM)})
     part = final.parent / f".{final.name}.part"
@@ -250,7 +248,9 @@ def base_env(proxy: Mapping[str, Optional[str]]) -> Dict[str, str]:
 
 def given(index: Mapping[str, Any]) -> bool:
     """Whether the operator set anything of the index."""
-    return any(index.get(key) for key in ("index_url", "extra_index_urls", "find_links", "no_index"))
+    return any(
+        index.get(key) for key in ("index_url", "extra_index_urls", "find_links", "no_index")
+    )
 
 
 def pip_arguments(index: Mapping[str, Any]) -> List[str]:

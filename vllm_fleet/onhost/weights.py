@@ -339,9 +339,11 @@ class _Download:
         bad: List[Entry] = []
         for entry in suspects:
             path = self.final / entry.path
-            right = path.is_file() and path.stat().st_size == entry.size
-            if right and sha256_of(path) == (entry.sha256 or noted.get(entry.path, {})["sha256"]):
-                good[entry.path] = _note(path, entry.sha256)
+            found = ""
+            if path.is_file() and path.stat().st_size == entry.size:
+                found = sha256_of(path)
+            if found and found == (entry.sha256 or found):
+                good[entry.path] = _note(path, found)
             else:
                 bad.append(entry)
         if bad:
@@ -350,14 +352,14 @@ class _Download:
             size = sum(entry.size - _on_disk(self.part, entry) for entry in bad)
             tools.check_room({f"weights of {self.name}": (self.part, size + SPARE)})
             fetched = self._complete(self.part, bad, {})
-            for path in fetched:
-                (self.final / path).parent.mkdir(parents=True, exist_ok=True)
-                (self.part / path).replace(self.final / path)
-                good[path] = fetched[path]
+            for name, note in fetched.items():
+                (self.final / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.part / name).replace(self.final / name)
+                good[name] = note
             _remove_tree(self.part)
         self._refuse_strangers(good)
-        found = check_structure(self.name, self.final, sorted(good), self.needs)
-        self._write_stamp(self.final, good, found)
+        structure = check_structure(self.name, self.final, sorted(good), self.needs)
+        self._write_stamp(self.final, good, structure)
         tools.sync_directory(self.final)
         say(f"{self.name}: {self.final} verified again, {len(bad)} files fetched")
 
@@ -525,7 +527,7 @@ def _copy(path: str, indexed: bool) -> bool:
     return path.endswith(OTHER_FORMATS) or path.startswith("original/") or consolidated
 
 
-class _HubGone(Refusal):  # type: ignore[misc,valid-type]
+class _HubGone(Refusal):
     """The hub does not answer: no use in asking it for further files."""
 
 
@@ -569,12 +571,13 @@ class _ModelScope:
         os.environ.update(environment)  # the library reads them once, when imported
         try:
             import modelscope_hub
-            from modelscope_hub import errors
+            from modelscope_hub import config, errors
         except ImportError as error:
             raise Refusal(f"{error}; run this with the tools venv's Python") from None
         self.errors: Any = errors
-        self.api: Any = modelscope_hub.HubApi()
-        self.endpoint = str(environment.get("MODELSCOPE_ENDPOINT") or self.api.endpoint)
+        hub = config.HubConfig()
+        self.api: Any = modelscope_hub.HubApi(config=hub)
+        self.endpoint = str(hub.endpoint)
 
     def listing(self) -> List[Entry]:
         """The files of the repository at the revision. One request."""
@@ -629,7 +632,9 @@ class _ModelScope:
         errors = self.errors
         at = f"{self.repo} at {self.revision}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return Refusal(f"{what}: the disk became full; make room and run again, the rest is kept")
+            return Refusal(
+                f"{what}: the disk became full; make room and run again, the rest is kept"
+            )
         if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES):
             return Refusal(f"{what}: {error.strerror}: {error.filename}")
         if isinstance(error, errors.NotExistError):
