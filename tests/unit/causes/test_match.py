@@ -72,10 +72,10 @@ def test_version_rules_out_what_cannot_happen() -> None:
 
 
 def test_a_large_log_takes_seconds() -> None:
-    lines = 'INFO:     10.0.0.3:41022 - "POST /v1/chat/completions HTTP/1.1" 200 OK\n' * 100_000
+    lines = 'INFO:     10.0.0.3:41022 - "POST /v1/chat/completions HTTP/1.1" 200 OK\n' * 30_000
     began = time.monotonic()
     assert match(lines) == []
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 10
 
 
 ENTRY = "- {id: a, pattern: 'x', where: engine, cause: c, remedy: r, source: s}\n"
