@@ -1,0 +1,101 @@
+"""Every known failure is found in a report of its shape, and sound logs are not accused."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_fleet.causes import Rank, load, match
+from vllm_fleet.causes.table import TableError, parse
+
+HERE = Path(__file__).parent
+REPORTS: dict[str, str] = yaml.safe_load((HERE / "reports.yml").read_text())
+HARMLESS: list[str] = yaml.safe_load((HERE / "harmless.yml").read_text())
+
+BOOT = """\
+(APIServer pid=4301) INFO 11-02 09:13:05 [api_server.py:1839] vLLM API server version 0.20.0
+(EngineCore pid=4411) INFO 11-02 09:13:20 [core.py:93] Initializing a V1 LLM engine
+"""
+LAST_LINES = """\
+(APIServer pid=4301) RuntimeError: Engine core initialization failed. See root cause above. \
+Failed core proc(s): {}
+systemd[1]: vllm@air-a.service: Main process exited, code=exited, status=1/FAILURE
+systemd[1]: vllm@air-a.service: Failed with result 'exit-code'.
+"""
+
+
+def test_every_cause_has_a_report() -> None:
+    assert set(REPORTS) == {c.id for c in load()}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_report_is_explained(name: str) -> None:
+    found = match(REPORTS[name])
+    assert found
+    assert found[0].id == name
+    assert found[0].line in REPORTS[name]
+
+
+@pytest.mark.parametrize("name", [c.id for c in load() if c.rank < Rank.GENERIC])
+def test_root_is_named_before_the_generic_last_lines(name: str) -> None:
+    found = match(BOOT + REPORTS[name] + LAST_LINES)
+    assert found[0].id == name
+    assert {"engine-init-failed", "unit-exited"} <= {m.id for m in found[1:]}
+
+
+@pytest.mark.parametrize("number", range(len(HARMLESS)))
+def test_sound_log_is_not_accused(number: int) -> None:
+    assert match(HARMLESS[number]) == []
+
+
+def test_unknown_text_is_unknown() -> None:
+    assert match("") == []
+    assert match("the cat sat on the mat\n") == []
+
+
+def test_colours_and_progress_bars_hide_nothing() -> None:
+    text = "\x1b[31mERROR\x1b[0m shards:  50%|##\rshards: 100%|####\rheader too \x1b[1msmall\x1b[0m"
+    (found,) = match(text)
+    assert (found.id, found.line) == ("shard-empty", "header too small")
+
+
+def test_version_rules_out_what_cannot_happen() -> None:
+    text = "Sequence group 3 is preempted by PreemptionMode.RECOMPUTE mode"
+    assert [m.id for m in match(text)] == ["preempted"]
+    assert [m.id for m in match(text, "0.20.1")] == ["preempted"]
+    assert match(text, "0.21.0") == []
+    with pytest.raises(ValueError, match="not a version"):
+        match(text, "new")
+
+
+def test_a_large_log_takes_seconds() -> None:
+    lines = 'INFO:     10.0.0.3:41022 - "POST /v1/chat/completions HTTP/1.1" 200 OK\n' * 30_000
+    began = time.monotonic()
+    assert match(lines) == []
+    assert time.monotonic() - began < 10
+
+
+ENTRY = "- {id: a, pattern: 'x', where: engine, cause: c, remedy: r, source: s}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a: 1", "not a list"),
+        (ENTRY * 2, "a: id: used twice"),
+        (ENTRY.replace("remedy: r, ", ""), "a: remedy: missing"),
+        (ENTRY.replace("where: engine", "where: moon"), "a: where: one of"),
+        (ENTRY.replace("'x'", "'('"), "a: pattern: "),
+        (ENTRY.replace("'x'", "'x*'"), "a: pattern: matches everything"),
+        (ENTRY.replace("source: s", "source: s, rank: top"), "a: rank: root, symptom or generic"),
+        (ENTRY.replace("source: s", "source: s, since: 'v1'"), "a: since: not a version"),
+        (ENTRY.replace("source: s", "source: s, sorce: t"), "a: sorce: unknown key"),
+        (ENTRY.replace("id: a", "id: A b"), "A b: id: small letters"),
+    ],
+)
+def test_a_wrong_table_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(TableError, match=complaint):
+        parse(text)

@@ -1,0 +1,49 @@
+"""A log in, its causes out: the root line first, the generic last line last."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vllm_fleet.causes.table import Cause, load
+
+# Colours, and the carriage returns of progress bars that would hide a line in another.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+@dataclass(frozen=True)
+class Match:
+    """A cause found in a text, and the line that tells of it."""
+
+    id: str
+    cause: str
+    remedy: str
+    line: str
+
+
+def match(text: str, version: str | None = None) -> list[Match]:
+    """Causes that the text tells of, the most likely root first; empty where none is known.
+
+    Each cause is named once, by its first line. `version` is that of vLLM, where it is known:
+    entries that cannot happen in it are left out. ValueError where it is not a version.
+    """
+    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    found: list[tuple[tuple[int, int, bool, int], Match]] = []
+    for number, cause in enumerate(load()):
+        if version is not None and not cause.applies_to(version):
+            continue
+        hit = cause.pattern.search(text)
+        if hit is None or (cause.near is not None and not cause.near.search(text)):
+            continue
+        start = text.rfind("\n", 0, hit.start()) + 1
+        # On one line the entry that also knows its surroundings says more.
+        order = (int(cause.rank), start, cause.near is None, number)
+        found.append((order, _match(cause, text, hit.start())))
+    return [m for _, m in sorted(found, key=lambda pair: pair[0])]
+
+
+def _match(cause: Cause, text: str, position: int) -> Match:
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    line = text[start : end if end >= 0 else len(text)].strip()
+    return Match(cause.id, cause.cause, cause.remedy, line)

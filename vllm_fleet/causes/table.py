@@ -1,0 +1,124 @@
+"""The table of known failures, read and checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+WHERE = ("engine", "cuda", "nccl", "systemd", "nginx", "modelscope", "client", "install")
+VERSION = re.compile(r"^\d+(\.\d+)*$")
+
+
+class Rank(IntEnum):
+    """How near a line stands to the cause: roots are named first, generic last lines last."""
+
+    ROOT = 1  # the line says what is wrong
+    SYMPTOM = 2  # something broke; a better line may stand elsewhere
+    GENERIC = 3  # says only that it failed and that the cause stands above
+
+
+class TableError(ValueError):
+    """The table is wrong: which entry, which key, why."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One known failure. `near` is a pattern that must occur somewhere in the same text."""
+
+    id: str
+    pattern: re.Pattern[str]
+    where: str
+    cause: str
+    remedy: str
+    source: str
+    rank: Rank = Rank.ROOT
+    near: re.Pattern[str] | None = None
+    since: tuple[int, ...] | None = None  # first vLLM version it happens in
+    before: tuple[int, ...] | None = None  # first vLLM version it no longer happens in
+
+    def applies_to(self, version: str) -> bool:
+        """Whether it can happen in this vLLM version, such as `0.21.0`."""
+        number = parse_version(version)
+        return (self.since is None or self.since <= number) and (
+            self.before is None or number < self.before
+        )
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: 0.21.0 and 0.21.0rc1 are (0, 21, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    if not found:
+        raise ValueError(f"not a version: {version!r}")
+    return tuple(int(n) for n in found.group().split("."))
+
+
+@cache
+def load() -> tuple[Cause, ...]:
+    """Every entry, in the order of the file. TableError where one is wrong."""
+    return parse((files("vllm_fleet.causes") / "table.yml").read_text("utf-8"))
+
+
+def parse(text: str) -> tuple[Cause, ...]:
+    """The entries of a table in YAML. TableError where one is wrong or an id comes twice."""
+    entries = yaml.safe_load(text)
+    if not isinstance(entries, list):
+        raise TableError("the table is not a list")
+    causes: dict[str, Cause] = {}
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict):
+            raise TableError(f"entry {number} is not a mapping")
+        cause = _entry(entry, str(entry.get("id") or f"entry {number}"))
+        if cause.id in causes:
+            raise TableError(f"{cause.id}: id: used twice")
+        causes[cause.id] = cause
+    return tuple(causes.values())
+
+
+def _entry(entry: dict[str, Any], name: str) -> Cause:
+    known = {"id", "pattern", "where", "cause", "remedy", "source"}
+    optional = {"rank", "near", "since", "before"}
+    if missing := known - set(entry):
+        raise TableError(f"{name}: {', '.join(sorted(missing))}: missing")
+    if unknown := set(entry) - known - optional:
+        raise TableError(f"{name}: {', '.join(sorted(unknown))}: unknown key")
+    for key, value in entry.items():
+        if not isinstance(value, str) or not value.strip():
+            raise TableError(f"{name}: {key}: must be text")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", entry["id"]):
+        raise TableError(f"{name}: id: small letters, digits and dashes only")
+    if entry["where"] not in WHERE:
+        raise TableError(f"{name}: where: one of {', '.join(WHERE)}")
+    rank = entry.get("rank", "root").upper()
+    if rank not in Rank.__members__:
+        raise TableError(f"{name}: rank: root, symptom or generic")
+    for key in ("since", "before"):
+        if key in entry and not VERSION.match(entry[key]):
+            raise TableError(f"{name}: {key}: not a version")
+    return Cause(
+        id=entry["id"],
+        pattern=_pattern(entry, "pattern", name),
+        where=entry["where"],
+        cause=entry["cause"].strip(),
+        remedy=entry["remedy"].strip(),
+        source=entry["source"],
+        rank=Rank[rank],
+        near=_pattern(entry, "near", name) if "near" in entry else None,
+        since=parse_version(entry["since"]) if "since" in entry else None,
+        before=parse_version(entry["before"]) if "before" in entry else None,
+    )
+
+
+def _pattern(entry: dict[str, Any], key: str, name: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(entry[key].strip(), re.MULTILINE)
+    except re.error as error:
+        raise TableError(f"{name}: {key}: {error}") from error
+    if pattern.search(""):
+        raise TableError(f"{name}: {key}: matches everything")
+    return pattern

@@ -1,0 +1,55 @@
+"""`fleet explain`: a log or an error as pasted, its cause and its remedy."""
+
+from __future__ import annotations
+
+import json
+from typing import TextIO
+
+import click
+
+from vllm_fleet.causes import match
+from vllm_fleet.causes.table import parse_version
+
+
+def _version(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        try:
+            parse_version(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+    return value
+
+
+@click.command()
+@click.argument("log", metavar="[FILE|-]", type=click.File(errors="replace"), default="-")
+@click.option("--vllm", "version", callback=_version, help="Version of vLLM the log is from.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def explain(context: click.Context, log: TextIO, version: str | None, as_json: bool) -> None:
+    """Name the cause of a failure in a log, and what mends it.
+
+    Reads FILE, or standard input:
+
+        journalctl -u vllm@NAME -n 400 | fleet explain -
+
+    The likeliest root comes first. Exits 1 where nothing in the text is known.
+    """
+    matches = match(log.read(), version)
+    if as_json:
+        entries = [{"id": m.id, "cause": m.cause, "fix": m.remedy, "line": m.line} for m in matches]
+        click.echo(json.dumps({"matches": entries}, ensure_ascii=False))
+    elif not matches:
+        click.echo(
+            "unknown: no line of this text is in the table of known failures.\n"
+            "The cause usually stands above the last lines: "
+            "give more of the log (journalctl -u vllm@NAME -n 400)."
+        )
+    else:
+        for number, found in enumerate(matches):
+            title = "cause" if number == 0 else "also "
+            click.echo(f"{title}  {found.id}: {found.cause}")
+            click.echo(f"line   {found.line}")
+            click.echo(f"fix    {found.remedy}")
+            if number + 1 < len(matches):
+                click.echo()
+    context.exit(0 if matches else 1)
