@@ -1,4 +1,4 @@
-"""Templates to text. A name that a template uses and nobody gave is an error."""
+"""Templates to text. An undefined name is an error, never an empty string."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+_PACKAGE = Path(__file__).resolve().parent
+
 
 @cache
 def _environment() -> Environment:
-    here = Path(__file__).parent
-    # Beside the package in a checkout, inside it where a wheel was installed.
-    places = (here.parent / "templates", here / "templates")
+    # A checkout has templates/ beside the package; an installed wheel has them inside it.
+    places = [_PACKAGE / "templates", _PACKAGE.parent / "templates"]
     return Environment(
-        loader=FileSystemLoader([str(p) for p in places]),
+        loader=FileSystemLoader(places),
         undefined=StrictUndefined,
+        autoescape=False,  # configuration files, not HTML
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -23,5 +25,9 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: object) -> str:
-    """Text of the template, a path below templates/, with the values filled in."""
+    """The text of ``templates/<template>`` with these values.
+
+    Raises jinja2.TemplateNotFound for an unknown template and jinja2.UndefinedError for a
+    name that the template uses and ``values`` lacks.
+    """
     return _environment().get_template(template).render(**values)
