@@ -135,8 +135,8 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
             "GatewayFailures",
             'sum by (pool, gateway) (rate(vllm_fleet_gateway_requests_total{code=~"5.."}[5m]))'
             " / sum by (pool, gateway) (rate(vllm_fleet_gateway_requests_total[5m])) > 0.05"
-            ' and sum by (pool, gateway) (increase(vllm_fleet_gateway_requests_total{code=~"5.."}[5m]))'
-            " >= 5",
+            " and sum by (pool, gateway)"
+            ' (increase(vllm_fleet_gateway_requests_total{code=~"5.."}[5m])) >= 5',
             "2m",
             "critical",
             "{{ $labels.pool }}: {{ $value | humanizePercentage }} of requests fail at gateway "
