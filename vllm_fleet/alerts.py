@@ -59,11 +59,11 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
     return (
         Alert(
             "PoolDown",
-            "max by (pool, gateway) (fleet_gateway_instance_ready) == 0",
+            "max by (pool, gateway) (vllm_fleet_gateway_instance_ready) == 0",
             "1m",
             "critical",
             "{{ $labels.pool }}: no instance is ready (seen by {{ $labels.gateway }}):"
-            '{{ range query (printf "fleet_gateway_instance_ready{pool=%q,gateway=%q}"'
+            '{{ range query (printf "vllm_fleet_gateway_instance_ready{pool=%q,gateway=%q}"'
             " $labels.pool $labels.gateway) }}"
             " {{ .Labels.host }}/{{ .Labels.instance }}{{ end }}",
             "Every instance of the pool is starting, draining, stopped or broken. The gateway "
@@ -133,10 +133,10 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
         ),
         Alert(
             "GatewayFailures",
-            'sum by (pool, gateway) (rate(fleet_gateway_requests_total{code=~"5.."}[5m]))'
-            " / sum by (pool, gateway) (rate(fleet_gateway_requests_total[5m])) > 0.05"
-            ' and sum by (pool, gateway) (increase(fleet_gateway_requests_total{code=~"5.."}[5m]))'
-            " >= 5",
+            'sum by (pool, gateway) (rate(vllm_fleet_gateway_requests_total{code=~"5.."}[5m]))'
+            " / sum by (pool, gateway) (rate(vllm_fleet_gateway_requests_total[5m])) > 0.05"
+            " and sum by (pool, gateway)"
+            ' (increase(vllm_fleet_gateway_requests_total{code=~"5.."}[5m])) >= 5',
             "2m",
             "critical",
             "{{ $labels.pool }}: {{ $value | humanizePercentage }} of requests fail at gateway "
@@ -240,7 +240,7 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
         ),
         Alert(
             "RequestsHeld",
-            "max by (pool, gateway) (fleet_gateway_held_requests) > 0",
+            "max by (pool, gateway) (vllm_fleet_gateway_held) > 0",
             "5m",
             "warning",
             "{{ $labels.pool }}: {{ $value }} requests are held at gateway {{ $labels.gateway }} "

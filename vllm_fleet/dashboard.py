@@ -60,7 +60,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (
                     (
                         "sum by (pool) (max by (pool, host, instance) "
-                        '(fleet_gateway_instance_ready{pool=~"$pool"}))',
+                        '(vllm_fleet_gateway_instance_ready{pool=~"$pool"}))',
                         "{{pool}}",
                     ),
                 ),
@@ -99,7 +99,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Requests at the gateways",
                 (
                     (
-                        "sum by (pool, code) (rate(fleet_gateway_requests_total"
+                        "sum by (pool, code) (rate(vllm_fleet_gateway_requests_total"
                         f'{{pool=~"$pool"}}{_RATE}))',
                         "{{pool}} {{code}}",
                     ),
@@ -108,16 +108,21 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "In flight, by instance",
-                ((f"sum by ({_BY}) (fleet_gateway_in_flight{_OF})", _NAMED),),
+                ((f"sum by ({_BY}) (vllm_fleet_gateway_in_flight{_OF})", _NAMED),),
             ),
             Panel(
-                "Held and retried",
+                "Held, retried and refused",
                 (
-                    ('sum by (pool) (fleet_gateway_held_requests{pool=~"$pool"})', "{{pool}} held"),
+                    ('sum by (pool) (vllm_fleet_gateway_held{pool=~"$pool"})', "{{pool}} held"),
                     (
-                        "sum by (pool) (rate(fleet_gateway_retries_total"
+                        "sum by (pool) (rate(vllm_fleet_gateway_retries_total"
                         f'{{pool=~"$pool"}}{_RATE}))',
                         "{{pool}} retries/s",
+                    ),
+                    (
+                        "sum by (pool) (rate(vllm_fleet_gateway_refused_total"
+                        f'{{pool=~"$pool"}}{_RATE})) or vector(0)',
+                        "{{pool}} refused/s",
                     ),
                 ),
             ),

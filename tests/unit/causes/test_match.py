@@ -51,6 +51,28 @@ def test_sound_log_is_not_accused(number: int) -> None:
     assert match(HARMLESS[number]) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("container exited (137)", "killed-9"),
+        ("vllm@a.service: Failed at step EXEC spawning /etc/vllm/a.sh: Permission denied",
+         "unit-exec"),
+        ("KeyError: 'model.layers.0.mlp.experts.w2_weight'", "weights-of-another-model"),
+        ("huggingface_hub.errors.RevisionNotFoundError: 404 Client Error", "hub-no-such-model"),
+        ("nginx: [emerg] bind() to 0.0.0.0:80 failed (98: Address already in use)", "port-in-use"),
+        ("torch.cuda.OutOfMemoryError: HIP out of memory. Tried to allocate 2 GiB", "cuda-oom"),
+        ("ncclRemoteError: A call failed possibly due to a network error", "nccl-error"),
+        ("RuntimeError: CUDA driver error: invalid device ordinal", "device-ordinal"),
+        ('{"status": 499, "request": "POST /v1/completions HTTP/1.1"}', "nginx-client-gone"),
+        ("Using /bin/sh: 1: :/usr/local/cuda-12.8/bin/nvcc: not found", "nvcc-missing"),
+        ("ValueError: Free memory on device (31.44/47.38 GiB) on startup is less than desired GPU "
+         "memory utilization (0.95, 45.01 GiB).", "card-memory-taken"),
+    ],
+)  # fmt: skip
+def test_other_words_for_the_same(line: str, name: str) -> None:
+    assert match(line)[0].id == name
+
+
 def test_unknown_text_is_unknown() -> None:
     assert match("") == []
     assert match("the cat sat on the mat\n") == []

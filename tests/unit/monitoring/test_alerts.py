@@ -38,7 +38,7 @@ class Case:
 
 
 def requests(ok: str, failed: str) -> dict[str, str]:
-    name = 'fleet_gateway_requests_total{pool="air",gateway="gw-01",host="gw-01",code='
+    name = 'vllm_fleet_gateway_requests_total{pool="air",gateway="gw-01",host="gw-01",code='
     return {f'{name}"200"}}': ok, f'{name}"503"}}': failed}
 
 
@@ -76,7 +76,7 @@ UP_GATEWAY = 'up{job="gateway",host="gw-01",instance="gateway",gateway="gw-01"}'
 UP_NODE = 'up{job="node",host="gpu-01",instance="node"}'
 UP_VLLM = f'up{{job="vllm",{A}}}'
 UP_NODE_GW = 'up{job="node",host="gw-01",instance="node"}'
-READY = 'fleet_gateway_instance_ready{gateway="gw-01",'
+READY = 'vllm_fleet_gateway_instance_ready{gateway="gw-01",'
 SELF = 'host="mon",instance="prometheus",job="prometheus"'
 SELF_LABELS = {"host": "mon", "instance": "prometheus", "job": "prometheus"}
 
@@ -156,10 +156,10 @@ CASES = (
          "for its first token"),
     Case("FirstTokenSlow", first_token("20"), "20m"),
     Case("RequestsHeld",
-         {'fleet_gateway_held_requests{pool="air",gateway="gw-01",host="gw-01"}': "4x60"}, "6m",
+         {'vllm_fleet_gateway_held{pool="air",gateway="gw-01",host="gw-01"}': "4x60"}, "6m",
          GATEWAY, "air: 4 requests are held at gateway gw-01 for want of a ready instance"),
     Case("RequestsHeld",
-         {'fleet_gateway_held_requests{pool="air",gateway="gw-01",host="gw-01"}': "4x5 0x60"},
+         {'vllm_fleet_gateway_held{pool="air",gateway="gw-01",host="gw-01"}': "4x5 0x60"},
          "8m"),
     Case("MixedVersions", {f'up{{job="vllm",{A},vllm_version="0.21.0"}}': "1x3000",
                            f'up{{job="vllm",{B},vllm_version="0.32.0"}}': "1x3000"}, "1450m",

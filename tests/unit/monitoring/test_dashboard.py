@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_fleet import dashboard, metrics
+from vllm_fleet import alerts, dashboard, metrics
 
 GOLDEN = Path(__file__).parent / "dashboard.txt"
+LUA = Path(__file__).parents[3] / "vllm_fleet/gateway/lua/fleet/metrics.lua"
 
 # What else the fleet exports: the gateway's own, the node exporter's and Prometheus' series.
 OTHERS = {
-    "fleet_gateway_instance_ready",
-    "fleet_gateway_held_requests",
-    "fleet_gateway_requests_total",
-    "fleet_gateway_in_flight",
-    "fleet_gateway_retries_total",
+    "vllm_fleet_gateway_instance_ready",
+    "vllm_fleet_gateway_held",
+    "vllm_fleet_gateway_requests_total",
+    "vllm_fleet_gateway_in_flight",
+    "vllm_fleet_gateway_retries_total",
+    "vllm_fleet_gateway_refused_total",
     "node_cpu_seconds_total",
     "node_memory_MemAvailable_bytes",
     "node_memory_MemTotal_bytes",
@@ -102,6 +104,15 @@ def test_every_metric_is_exported(version: str) -> None:
         used = set(re.findall(r"([a-zA-Z_:][\w:]*)(?=[{\[])", expr))
         assert used, title
         assert used <= known, f"{title}: {used - known}"
+
+
+@pytest.mark.skipif(not LUA.exists(), reason="the gateway's Lua modules are not in this tree")
+def test_the_gateway_exports_what_is_asked_of_it() -> None:
+    exported = set(re.findall(r'"(vllm_fleet_gateway_\w+)', LUA.read_text()))
+    exported |= set(re.findall(r"'(vllm_fleet_gateway_\w+)", LUA.read_text()))
+    used = re.findall(r"vllm_fleet_gateway_\w+", dashboard.text() + alerts.rules())
+    assert len(set(used)) >= 5
+    assert set(used) <= exported
 
 
 def test_variables_are_those_that_queries_use() -> None:

@@ -48,11 +48,12 @@ def page(version: str, count: int) -> str:
             lines.append(f"{name}{{{labels}}} {count}")
     lines += [
         f"process_start_time_seconds {count}",
-        f"fleet_gateway_instance_ready{{{OF}}} 1",
-        f"fleet_gateway_in_flight{{{OF}}} 2",
-        'fleet_gateway_held_requests{pool="glm-4.5-air"} 0',
-        f'fleet_gateway_retries_total{{pool="glm-4.5-air"}} {count}',
-        f'fleet_gateway_requests_total{{pool="glm-4.5-air",code="200"}} {count}',
+        f"vllm_fleet_gateway_instance_ready{{{OF}}} 1",
+        f"vllm_fleet_gateway_in_flight{{{OF}}} 2",
+        'vllm_fleet_gateway_held{pool="glm-4.5-air"} 0',
+        f'vllm_fleet_gateway_retries_total{{pool="glm-4.5-air"}} {count}',
+        'vllm_fleet_gateway_refused_total{pool="glm-4.5-air"} 0',
+        f'vllm_fleet_gateway_requests_total{{pool="glm-4.5-air",code="200"}} {count}',
         f'node_cpu_seconds_total{{cpu="0",mode="idle"}} {count}',
         "node_memory_MemAvailable_bytes 1",
         "node_memory_MemTotal_bytes 2",
@@ -171,7 +172,7 @@ def test_every_panel_has_data(version: str, tmp_path: Path) -> None:
                 lambda: all(r["health"] == "ok" for r in ask(port, "rules")["groups"][0]["rules"]),
             )
             # The page serves every job at once: only what was read as the gateway counts here.
-            series = 'fleet_gateway_instance_ready{job="gateway"}'
+            series = 'vllm_fleet_gateway_instance_ready{job="gateway"}'
             ready = ask(port, "query", query=series)["result"][0]["metric"]
             assert (ready["host"], ready["instance"], ready["gateway"]) == (
                 "gpu-01",
