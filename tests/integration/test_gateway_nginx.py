@@ -649,6 +649,17 @@ def test_sites_of_others_go_on(engines: list[Engine]) -> None:
         assert nginx.ask("GET", "/", headers={"Host": "wiki.example"})[2] == b"wiki"
 
 
+def test_many_requests_on_one_connection(pair: Nginx, engines: list[Engine]) -> None:
+    connection = pair.connect()
+    for index in range(50):
+        body = json.dumps({"model": "m", "stream": index % 3 == 0, "n": "x" * index * 997})
+        connection.request("POST", "/v1/chat/completions", body)
+        response = connection.getresponse()
+        assert (response.status, len(response.read()) > 100) == (200, True)
+    connection.close()
+    assert len(engines[0].hits + engines[1].hits) == 50
+
+
 def test_status_and_metrics(pair: Nginx) -> None:
     _, headers, _ = pair.chat("m")
     pair.logged(headers["x-request-id"])

@@ -141,9 +141,15 @@ class Nginx:
         """Stop nginx, where it runs, and remove its directory."""
         pid_file = self.root / "nginx.pid"
         if pid_file.exists() and pid_file.stat().st_size:  # `nginx -t` leaves an empty one
-            master = self.pid
-            os.kill(master, signal.SIGTERM)
-            wait_for(lambda: not _runs(master))
+            pids = [self.pid, *self.workers]
+            os.kill(pids[0], signal.SIGTERM)
+            try:
+                wait_for(lambda: not any(map(_runs, pids)))
+            except AssertionError:  # a worker hangs: leave none behind, and say so
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                raise
         shutil.rmtree(self.root)
 
     def __enter__(self) -> Self:

@@ -201,7 +201,9 @@ local function hold(request)
   end
   while true do
     local left = deadline - ngx.now()
-    if left <= 0 then
+    -- A sleep of less than nginx's clock tick would be a timer of 0, which nginx runs again and
+    -- again within one round of its event loop: the worker would hang.
+    if left < 0.002 then
       unhold(request)
       return refuse(request.pool, "time", "No instance of `" .. request.pool .. "` became ready "
                     .. "within " .. settings.hold_seconds .. " seconds.")
