@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence
 
 PORT_SECONDS = 10.0  # a server that was just killed frees its port at once, or nearly so
 MEMORY_SECONDS = 60.0  # memory of a card comes back some time after its process has gone
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
                 check_cards_free(uuids)
             return 0
         clean(env["FLEET_RUN"])
+        user = pwd.getpwnam(env["FLEET_USER"])
         check_paths(env["FLEET_RELEASE"], env["FLEET_WEIGHTS"])
+        check_readable(env["FLEET_WEIGHTS"], user)
         check_port(int(env["FLEET_PORT"]))
         if device == "cuda":
             check_cards([int(i) for i in env["FLEET_CARDS"].split(",") if i], uuids)
@@ -60,7 +62,6 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         elif device == "rocm":
             check_rocm_nodes()
         # last of all: from here on the process counts as started with this
-        user = pwd.getpwnam(env["FLEET_USER"])
         write(os.path.join(env["FLEET_RUN"], "token"), secrets.token_hex(32), user, 0o600)
         write(os.path.join(env["FLEET_STATE"], "running"), env["FLEET_CHECKSUM"], user, 0o644)
     except Refused as refusal:
@@ -88,6 +89,22 @@ def check_paths(release: str, weights: str) -> None:
         raise Refused(
             "%s has no config.json: the weights are not there; deploy this host again, "
             "or correct `repo` where `source` is path" % weights
+        )
+
+
+def check_readable(weights: str, user: "pwd.struct_passwd") -> None:
+    """Raises Refused, naming the file, where the instance's user cannot read its weights."""
+    find = ["find", "-L", weights, "-maxdepth", "2", "!", "-readable", "-print", "-quit"]
+    drop: Dict[str, Any] = {}
+    if os.getuid() == 0:
+        drop = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+    done = subprocess.run(
+        find, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True, **drop
+    )
+    if done.stdout or done.returncode:
+        raise Refused(
+            "the user %s cannot read %s; run `chmod -R a+rX` on the weights and on the folders "
+            "above them" % (user.pw_name, done.stdout.strip()[:300] or weights)
         )
 
 

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     exists = os.path.exists
-    monkeypatch.setattr(
-        before_start.os.path, "exists", lambda path: path == "/dev/nvidia-uvm" or exists(path)
-    )
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia-uvm" or exists(path))
     return Smi(folder)
 
 
@@ -120,6 +119,24 @@ def test_missing_weights(env: dict[str, str]) -> None:
         before_start.check_paths(env["FLEET_RELEASE"], "/nowhere")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to look with another user's eyes")
+def test_weights_that_the_instances_user_cannot_read(tmp_path: Path) -> None:
+    nobody = pwd.getpwnam("nobody")
+    for parent in (tmp_path, *list(tmp_path.parents)[:2]):
+        parent.chmod(0o755)
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    shard = weights / "model.safetensors"
+    shard.touch(0o600)
+    with pytest.raises(Refused, match=f"user nobody cannot read {shard}; run `chmod -R a.rX`"):
+        before_start.check_readable(str(weights), nobody)
+    shard.chmod(0o644)
+    before_start.check_readable(str(weights), nobody)
+    weights.chmod(0o700)
+    with pytest.raises(Refused, match=f"user nobody cannot read .*{weights}"):
+        before_start.check_readable(str(weights), nobody)
+
+
 def test_a_taken_port_names_who_holds_it() -> None:
     code = "import socket, time; s = socket.socket(); s.bind(('0.0.0.0', 0)); s.listen(); " + (
         "print(s.getsockname()[1], flush=True); time.sleep(60)"
@@ -157,7 +174,7 @@ def test_a_lost_card_shifts_the_indices(smi: Smi) -> None:
 
 
 def test_no_uvm_node(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_start.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
     with pytest.raises(Refused, match="/dev/nvidia-uvm is missing"):
         before_start.check_cards([0], ["GPU-aaaa"])
 
@@ -182,7 +199,7 @@ def test_memory_that_comes_back_late_is_waited_for(
     smi: Smi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi.processes("4194999, GPU-bbbb, [N/A]\n")
-    monkeypatch.setattr(before_start.time, "sleep", lambda seconds: smi.processes(""))
+    monkeypatch.setattr(time, "sleep", lambda seconds: smi.processes(""))
     before_start.check_cards_free(["GPU-bbbb"], seconds=30)
 
 

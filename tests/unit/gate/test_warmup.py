@@ -117,7 +117,7 @@ def test_warms_by_task_and_opens(
 
 
 def test_waits_until_the_server_is_up(case: Case) -> None:
-    answers = iter([(503, {}), (503, {})])
+    answers: Iterator[Reply | list[str]] = iter([(503, {}), (503, {})])
     table = routes()
     models = table["/v1/models"]
     table["/v1/models"] = lambda body: next(answers, models(body))
