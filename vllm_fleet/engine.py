@@ -94,6 +94,10 @@ def command(instance: PlannedInstance) -> list[list[str]]:
         lines.append(["--trust-remote-code"])
     for name, value in given.items():
         lines.extend(_option(name, value))
+    if "disable-uvicorn-access-log" not in given:
+        # Two lines a second of gateways and monitors would hide what matters in the journal;
+        # who asked what stands in the gateway's log.
+        lines.append(["--disable-uvicorn-access-log"])
     # vLLM puts the middleware named last around all others: nothing gets past the gate.
     lines.append(["--middleware", GATE])
     return lines

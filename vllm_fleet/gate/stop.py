@@ -17,6 +17,9 @@ import time
 from typing import Mapping
 
 SHUTDOWN_SECONDS = 30.0  # from SIGTERM to SIGKILL; vLLM alone may hang there for ever
+# Gateways ask every instance about twice a second. Ending the server before they know would
+# break requests that it had accepted and not yet read: those are not safe to send again.
+TOLD_SECONDS = 2.0
 POLL_SECONDS = 0.2
 SAY_SECONDS = 15.0
 
@@ -24,14 +27,14 @@ SAY_SECONDS = 15.0
 def main(env: Mapping[str, str]) -> int:
     """Drain and end one instance; the exit code."""
     name = env["FLEET_INSTANCE"]
-    remove_ready(env["FLEET_RUN"])
+    told = TOLD_SECONDS if remove_ready(env["FLEET_RUN"]) else 0.0
     if not env.get("MAINPID", "").isdigit():
         # systemd stops what is left of a server that ended by itself: nothing can be finished
         say("%s: the server has ended already" % name)
         return 0
     pid = int(env["MAINPID"])
     begun = time.monotonic()
-    left = drain(name, pid, int(env["FLEET_PORT"]), float(env["FLEET_DRAIN_SECONDS"]))
+    left = drain(name, pid, int(env["FLEET_PORT"]), float(env["FLEET_DRAIN_SECONDS"]), told)
     seconds = time.monotonic() - begun
     if left:
         say(
@@ -44,18 +47,24 @@ def main(env: Mapping[str, str]) -> int:
     return 0
 
 
-def remove_ready(run: str) -> None:
-    """From here on the gate refuses every new request."""
-    with contextlib.suppress(FileNotFoundError):
+def remove_ready(run: str) -> bool:
+    """From here on the gate refuses every new request. Whether it let any in before."""
+    try:
         os.unlink(os.path.join(run, "ready"))
+    except FileNotFoundError:
+        return False
+    return True
 
 
-def drain(name: str, pid: int, port: int, seconds: float) -> int:
+def drain(name: str, pid: int, port: int, seconds: float, told_seconds: float) -> int:
     """Wait until nothing is in flight, the server is gone or the time is over.
+
+    At least ``told_seconds``, for gateways to learn of it.
 
     Returns how many requests were in flight at the end, 0 where the server is gone.
     """
-    deadline = time.monotonic() + seconds
+    told = time.monotonic() + told_seconds
+    deadline = max(told, time.monotonic() + seconds)
     said = time.monotonic()
     last = 0
     while True:
@@ -71,9 +80,9 @@ def drain(name: str, pid: int, port: int, seconds: float) -> int:
             state = "does not answer (%s)" % error
         else:
             state = "%d requests in flight" % last
-        if not last:
-            return 0
         now = time.monotonic()
+        if not last and now >= told:
+            return 0
         if now >= deadline:
             return last
         if now - said >= SAY_SECONDS:

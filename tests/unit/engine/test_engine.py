@@ -26,6 +26,7 @@ def test_one_option_a_line_in_a_fixed_order() -> None:
         ["--served-model-name", "glm-4.5-air", "glm", "air"],
         ["--max-model-len", "32768"],
         ["--tensor-parallel-size", "2"],
+        ["--disable-uvicorn-access-log"],
         ["--middleware", "gate.Gate"],
     ]
 
@@ -52,8 +53,13 @@ def test_one_option_a_line_in_a_fixed_order() -> None:
 )
 def test_how_a_value_is_passed(args: dict[str, Any], expected: list[list[str]]) -> None:
     command = lines(args)
-    assert command[5:-1] == expected
+    assert command[5:-2] == expected
+    assert command[-2] == ["--disable-uvicorn-access-log"]
     assert command[-1] == ["--middleware", "gate.Gate"], "the gate is around all others"
+
+
+def test_the_access_log_of_the_engine_can_be_asked_for() -> None:
+    assert ["--no-disable-uvicorn-access-log"] in lines({"disable-uvicorn-access-log": False})
 
 
 @pytest.mark.parametrize(

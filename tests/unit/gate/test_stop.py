@@ -17,7 +17,8 @@ from vllm_fleet.gate import stop
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(stop, "TOLD_SECONDS", 0.0)
     (tmp_path / "ready").write_text("1")
     return {
         "FLEET_INSTANCE": "air-a",
@@ -58,6 +59,18 @@ def test_waits_for_requests_in_flight_then_ends_the_server(
     assert "air-a: drained in" in capsys.readouterr().out
 
 
+def test_an_idle_server_lives_until_gateways_know(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "TOLD_SECONDS", 0.7)
+    process = main_process()
+    with counting(0) as server:
+        begun = time.monotonic()
+        assert stop.main(env | {"FLEET_PORT": str(server.port), "MAINPID": str(process.pid)}) == 0
+        assert time.monotonic() - begun >= 0.7
+    assert process.wait(5) == -signal.SIGTERM
+
+
 def test_the_drain_is_bounded_and_says_what_it_cut(
     env: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,10 +101,10 @@ def test_a_busy_server_is_not_taken_for_an_idle_one(
     monkeypatch.setattr(stop, "POLL_SECONDS", 0.01)
     replies: list[tuple[int, object]] = [(500, {"error": {}}), (200, {"in_flight": 0})]
     with StandIn({"/fleet/ready": lambda body: replies.pop(0)}) as server:
-        assert stop.drain("air-a", os.getpid(), server.port, 10) == 0
+        assert stop.drain("air-a", os.getpid(), server.port, 10, 0) == 0
     assert not replies
     with StandIn({"/fleet/ready": lambda body: (500, {})}) as server:
-        assert stop.drain("air-a", os.getpid(), server.port, 0.1) == 1
+        assert stop.drain("air-a", os.getpid(), server.port, 0.1, 0) == 1
 
 
 def test_a_server_that_ignores_sigterm_is_killed(
