@@ -146,7 +146,7 @@ def test_what_a_killed_run_left_is_removed(empty_bed: Bed, other_root: Path, mom
     elif moment == "booted":
         assert until(console.exists, 30, 0.01)
     else:
-        assert "UP" in iter(child.stdout.readline, "")
+        assert "UP\n" in iter(child.stdout.readline, "")
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
     if moment == "state lost":
