@@ -45,7 +45,7 @@ test-long: $(VENV)/.ready ## What is too long for CI
 
 .PHONY: docs
 docs: $(VENV)/.ready ## Write the generated pages: docs/settings.md
-	$(PY) -m vllm_fleet.spec.docs docs/settings.md
+	$(PY) -m vllm_fleet.spec.settings >docs/settings.md
 
 .PHONY: check-code
 check-code: $(VENV)/.ready

@@ -40,7 +40,7 @@ def empty_bed() -> Iterator[Bed]:
 @pytest.fixture(scope="session")
 def bed(empty_bed: Bed) -> Bed:
     """The three hosts of inventory/demo.py, the hub and the wheels."""
-    empty_bed.up(demo_hosts(CACHE), uplink=False)
+    empty_bed.up(demo_hosts(), uplink=False)
     return empty_bed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import CACHE, HostFactory
+from tests.integration.conftest import CACHE, ROOT, HostFactory
 from tests.testbed.bed import Bed
 from tests.testbed.fabric import namespaces
 from tests.testbed.hosts import Host
@@ -111,10 +112,14 @@ def test_a_second_up_changes_nothing(empty_bed: Bed, host: Host) -> None:
 
 
 @pytest.fixture
-def other_root(tmp_path: Path) -> Iterator[Path]:
-    """A folder for a second bed, cleaned up even when the test fails."""
-    yield tmp_path
-    Bed(tmp_path, CACHE).down()
+def other_root() -> Iterator[Path]:
+    """The folder of a second bed; always the same, so that the next run finds what is left."""
+    root = ROOT.with_name(ROOT.name + "-second")
+    Bed(root, CACHE).down()
+    shutil.rmtree(root)
+    yield root
+    Bed(root, CACHE).down()
+    shutil.rmtree(root)
 
 
 _UP = """
@@ -146,7 +151,7 @@ def test_what_a_killed_run_left_is_removed(empty_bed: Bed, other_root: Path, mom
     elif moment == "booted":
         assert until(console.exists, 30, 0.01)
     else:
-        assert "UP" in iter(child.stdout.readline, "")
+        assert "UP\n" in iter(child.stdout.readline, "")
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
     if moment == "state lost":

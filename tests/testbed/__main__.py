@@ -53,7 +53,7 @@ def _do(arguments: argparse.Namespace) -> int:
     command = arguments.command
     if command == "up":
         serve = () if arguments.no_services else tuple(SERVICES)
-        bed.up(demo_hosts(bed.cache), serve, uplink=not arguments.no_uplink)
+        bed.up(demo_hosts(), serve, uplink=not arguments.no_uplink)
     elif command in ("down", "destroy"):
         bed.down() if command == "down" else bed.destroy()
         say("the bed is down")

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.testbed import base, outer, services, tiny_models, wheels
 from tests.testbed.fabric import Fabric, OuterSettings, namespaces
-from tests.testbed.hosts import OPS_PASSWORD, OPS_USER, Host, HostSpec, remove_cgroup
+from tests.testbed.hosts import OPS_PASSWORD, OPS_USER, Host, HostSpec, remove_cgroup, remove_files
 from tests.testbed.services import REPO, Process
 from tests.testbed.shell import BedError, run
 
@@ -28,7 +28,6 @@ WHEELS_PORT = 8901
 SERVICES = {"hub": ("tests.testbed.hub", HUB_PORT), "wheels": ("tests.testbed.wheels", WHEELS_PORT)}
 # What the hub holds: repository, architecture; one revision, v1.0, also called master.
 MODELS: dict[str, tiny_models.Kind] = {"ZhipuAI/glm-4-tiny": "glm4", "Qwen/qwen3-tiny": "qwen3"}
-PACKAGE_CACHE = "/var/cache/vllm-fleet"  # where hosts keep it
 
 _OUTER_PACKAGES = {
     "mmdebstrap": "mmdebstrap",
@@ -49,13 +48,12 @@ def default_root() -> Path:
     return Path(os.environ.get("FLEET_TESTBED") or REPO / ".testbed").resolve()
 
 
-def demo_hosts(cache: Path) -> list[HostSpec]:
-    """The three hosts of the demo. GPU hosts share one package cache, kept by ``down``."""
-    packages = ((str(cache / "packages"), PACKAGE_CACHE),)
+def demo_hosts() -> list[HostSpec]:
+    """The three hosts of the demo."""
     return [
-        HostSpec("demo-gpu-1", 11, binds=packages),
-        HostSpec("demo-gpu-2", 12, user=OPS_USER, binds=packages),
-        HostSpec("demo-gw", 13, binds=packages),
+        HostSpec("demo-gpu-1", 11),
+        HostSpec("demo-gpu-2", 12, user=OPS_USER),
+        HostSpec("demo-gw", 13),
     ]
 
 
@@ -109,7 +107,8 @@ class Bed:
             self.hosts[spec.name] = self._host(spec, self.cache / "base" / entry["base"])
 
     def _host(self, spec: HostSpec, base_dir: Path) -> Host:
-        return Host(spec, self.fabric, self.root, base_dir, self._cgroups(), self._resolv_conf())
+        kept, resolv_conf = self.cache / "packages", self._resolv_conf()
+        return Host(spec, self.fabric, self.root, base_dir, kept, self._cgroups(), resolv_conf)
 
     @property
     def fabric(self) -> Fabric:
@@ -347,6 +346,8 @@ class Bed:
         if own.is_dir():
             run(["umount", str(own)], check=False)
             own.rmdir()
+        for folder in (self.root / "hosts").glob("*"):
+            remove_files(folder, self.cache / "packages")
         base.remove(self.root / "hosts")
         base.remove(self.hub)
         (self.root / "known_hosts").unlink(missing_ok=True)

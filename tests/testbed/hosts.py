@@ -21,6 +21,7 @@ _OPS_HASH = (
     "$6$bedsalt$"
     "DDKsCOXw2FFhRGcRDUIaiRFbAzBrFn2VbARurY2/SMADYpeGzE3/tRZvuqp2.Qrp46ZTCLFXZWJkdDSAekSBq0"
 )
+PACKAGE_CACHE = "/var/cache/vllm-fleet"  # on a host; outlives it, for the next of its name
 _MAX_NAME = 12  # its link vb-NAME must fit the kernel's 15 characters
 
 # $1 folder of the host, $2 base, $3 cgroup (relative), $4 name, then arguments of nspawn.
@@ -65,6 +66,7 @@ class Host:
     fabric: Fabric
     root: Path  # the bed's folder
     base: Path
+    kept: Path  # where package caches wait for the next host of a name
     cgroups: Path  # folder of the bed's cgroups
     resolv_conf: str
 
@@ -119,6 +121,10 @@ class Host:
         if self.spec.user == OPS_USER:
             self._add_ops(key)
         self._host_key()
+        waiting, cache = self.kept / self.name, self.dir / "u" / PACKAGE_CACHE.lstrip("/")
+        if waiting.exists():
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(waiting, cache)
 
     def _add_ops(self, key: str) -> None:
         """A user with sudo by password; root may not log in, so that missing sudo shows."""
@@ -201,11 +207,10 @@ class Host:
         raise BedError(f"{self.name}: no answer by SSH in {seconds:.0f} s:\n{self._tail()}")
 
     def destroy(self) -> None:
-        """Kill it and delete everything it wrote."""
+        """Kill it and delete everything it wrote, except its package cache."""
         self.powercut()
         remove_cgroup(self.cgroup)
-        if self.dir.exists():
-            shutil.rmtree(self.dir)
+        remove_files(self.dir, self.kept)
 
     # --- use ---
 
@@ -296,6 +301,21 @@ class Host:
 
     def _tail(self) -> str:
         return "\n".join(self.console.splitlines()[-15:]) or "(nothing)"
+
+
+def remove_files(folder: Path, kept: Path) -> None:
+    """Delete the folder of a host that is off; its package cache is kept where none is yet.
+
+    The cache lies in the host's own layer and not on a mount of its own, so that packages are
+    installed from it by hard links, as on a real host.
+    """
+    if not folder.exists():
+        return
+    cache = folder / "u" / PACKAGE_CACHE.lstrip("/")
+    if cache.exists() and not (kept / folder.name).exists():
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.move(cache, kept / folder.name)
+    shutil.rmtree(folder)
 
 
 def remove_cgroup(cgroup: Path) -> None:

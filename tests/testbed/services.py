@@ -53,6 +53,8 @@ def start(
         child = subprocess.Popen(
             [*prefix, *argv],
             cwd=REPO,
+            # no name server answers in there: a look-up must not hold up a server
+            env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

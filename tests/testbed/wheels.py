@@ -14,6 +14,7 @@ import hashlib
 import http.server
 import os
 import shutil
+import socketserver
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -151,6 +152,14 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         """Say nothing of requests that were answered."""
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    """Without the look-up of its own name, which takes long where there is no name server."""
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "wheels", self.server_address[1]
+
+
 def main() -> None:
     """Serve a folder until ended."""
     parser = argparse.ArgumentParser(description="Serve a folder of wheels.")
@@ -159,7 +168,7 @@ def main() -> None:
     arguments = parser.parse_args()
     address, _, port = arguments.listen.rpartition(":")
     handler = partial(_Quiet, directory=str(arguments.root))
-    with http.server.ThreadingHTTPServer((address, int(port)), handler) as server:
+    with _Server((address, int(port)), handler) as server:
         server.serve_forever()
 
 

@@ -81,7 +81,10 @@ Suites: noble-security
 Components: main universe restricted multiverse
 Signed-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg
 """
-DOCKER_LIST = "deb [arch=amd64 signed-by=/etc/apt/keyrings/docker.asc] https://docker.example/ubuntu noble stable\n"
+DOCKER_LIST = (
+    "deb [arch=amd64 signed-by=/etc/apt/keyrings/docker.asc] "
+    "https://docker.example/ubuntu noble stable\n"
+)
 VENDOR_LIST = "deb [signed-by=/usr/share/keyrings/vendor.gpg] https://vendor.example noble main\n"
 OLD_LIST = """\
 # deb cdrom:[Debian 12]/ bookworm main
