@@ -41,9 +41,9 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
         if value
     )
     install = f"{APT} -y --no-install-recommends install {' '.join(plan.missing_packages)}"
-    # The lists may be old or absent on a new host; a mirror that is down is no reason to stop
-    # while the packages can still be found.
-    yield f"{exports}{APT} update || true; {install}"
+    # The lists are read anew only where they are too old or absent: hosts without a way out
+    # would wait for a mirror that they do not need.
+    yield f"{exports}{install} || {{ {APT} update && {install}; }}"
 
 
 @operation()
