@@ -36,7 +36,7 @@ import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 if __package__:
     from vllm_fleet.onhost import tools
@@ -399,7 +399,8 @@ class _Download:
         todo = [entry for entry in entries if entry.path not in done]
         todo.sort(key=lambda entry: -entry.size)  # the largest first: no long one alone at the end
         lock = threading.Lock()
-        failures: Dict[str, Refusal] = {}
+        gone = threading.Event()
+        failures: Dict[str, Exception] = {}
         with _Progress(self.name, place, entries) as progress:
 
             def work(entry: Entry) -> None:
@@ -410,22 +411,16 @@ class _Download:
                     tools.write_json(place / PROGRESS, {"files": done})
 
             with concurrent.futures.ThreadPoolExecutor(self.files_at_once) as pool:
-                futures = {pool.submit(work, entry): entry for entry in todo}
+                futures = {pool.submit(self._ending(gone, work), entry): entry for entry in todo}
                 for future in concurrent.futures.as_completed(futures):
-                    entry = futures[future]
                     try:
                         future.result()
-                    except concurrent.futures.CancelledError:
-                        continue
                     except Refusal as refusal:
-                        failures[entry.path] = refusal
+                        failures[futures[future].path] = refusal
                         say(f"{self.name}: {refusal}")
-                        if isinstance(refusal, _HubGone):
-                            for other in futures:
-                                other.cancel()
         if failures:
-            gone = [f for f in failures.values() if isinstance(f, _HubGone)]
-            first = gone[0] if gone else next(iter(failures.values()))
+            lost = [f for f in failures.values() if isinstance(f, _HubGone)]
+            first = lost[0] if lost else next(iter(failures.values()))
             raise Refusal(
                 f"{self.name}: {first}"
                 + (f" ({len(failures)} files failed: {', '.join(sorted(failures))})"
@@ -434,6 +429,20 @@ class _Download:
             )  # fmt: skip
         (place / PROGRESS).unlink(missing_ok=True)
         return done
+
+    @staticmethod
+    def _ending(gone: threading.Event, work: Callable[[Entry], None]) -> Callable[[Entry], None]:
+        """`work`, which begins nothing more once the hub is gone."""
+
+        def ended(entry: Entry) -> None:
+            if not gone.is_set():
+                try:
+                    work(entry)
+                except _HubGone:
+                    gone.set()
+                    raise
+
+        return ended
 
     def _one(self, place: Path, entry: Entry) -> Dict[str, Any]:
         """Have one file, hashed and on the disk. Refuses when the hub's bytes stay wrong."""
