@@ -87,16 +87,18 @@ def wheel(
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
     if name.startswith("vllm"):
         files[f"{info}/entry_points.txt"] = "[console_scripts]\nvllm = vllm.cli:main\n"
-    record = "".join(
-        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip('=')},{len(text)}\n"  # noqa: E501
-        for path, text in files.items()
-    )
+    record = "".join(f"{path},{_digest(text)},{len(text)}\n" for path, text in files.items())
     files[f"{info}/RECORD"] = record + f"{info}/RECORD,,\n"
     path = folder / f"{name.replace('-', '_')}-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for file, text in files.items():
             archive.writestr(file, text)
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest(text: str) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
+    return f"sha256={digest.decode().rstrip('=')}"
 
 
 class Builds:
@@ -290,7 +292,7 @@ def test_the_real_vllm_is_built_from_a_lock(tools: Path, tmp_path: Path) -> None
         package_cache=str(BED / "cache"),
     )
     places = {"releases": str(BED / "releases-test"), "tools": str(tools)}
-    locks = []
+    locks: list[str] = []
     for lock in (None, "from the first"):
         text = locks[0] if lock else None
         order = {**release.order(settings, "0.32.0", text), **places}

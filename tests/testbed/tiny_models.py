@@ -11,6 +11,7 @@ that it runs on any machine in well under a second.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -262,6 +263,7 @@ def _write_tokenizer(directory: Path, family: _Family) -> None:
     _json(directory / "tokenizer_config.json", config)
 
 
+@functools.cache
 def _train(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """(vocabulary, merges) of byte-level BPE over TEXT: the most frequent pair, again and again.
 

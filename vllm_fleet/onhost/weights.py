@@ -137,8 +137,8 @@ def fetch(settings: Mapping[str, Any]) -> None:
         _Download(settings).run()
     else:
         raise Refusal(
-            f"{settings['name']}: source {source} is not supported on hosts yet; put the files on "
-            "every host and use source: path, or use modelscope"
+            f"{settings['name']}: source {source} is not supported yet; use modelscope, or put the "
+            "files on every host and use source: path"
         )
 
 
