@@ -235,6 +235,7 @@ def test_a_dead_hub_is_named_within_30_seconds(host: Host) -> None:
         ("http://127.0.0.1:9", None),
         (host.endpoint, Fault("dead")),
         (host.endpoint, Fault("error")),
+        (host.endpoint, Fault("hang", bytes=60)),
     ):
         hub.switch(host.hub_root, *([fault] if fault else []))
         began = time.monotonic()

@@ -54,6 +54,7 @@ SPARE = 256 << 20  # disk left free beside the weights
 TICK_SECONDS = 5.0
 FILES_AT_ONCE = 8
 CONNECT_SECONDS = 10
+ANSWER_SECONDS = 25  # for a listing, the library's own retries included
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -565,7 +566,7 @@ class _ModelScope:
             "MODELSCOPE_DOWNLOAD_TOTAL_TIMEOUT": str(7 * 86400),
             "MODELSCOPE_DOWNLOAD_TIMEOUT": "30",
             "MODELSCOPE_DOWNLOAD_MAX_RETRIES": "4",
-            "MODELSCOPE_API_TIMEOUT": "15",
+            "MODELSCOPE_API_TIMEOUT": str(ANSWER_SECONDS),
             "MODELSCOPE_API_MAX_RETRIES": "1",
         }
         for key, name in (("http", "http_proxy"), ("https", "https_proxy"), ("no_proxy",) * 2):
@@ -591,8 +592,24 @@ class _ModelScope:
     def listing(self) -> List[Entry]:
         """The files of the repository at the revision. One request."""
         self._reachable()
+        answer: "concurrent.futures.Future[Any]" = concurrent.futures.Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(
+                    self.api.list_repo_files(self.repo, "model", revision=self.revision)
+                )
+            except Exception as error:
+                answer.set_exception(error)
+
+        # In a thread that dies with the process: the library asks four times, and a hub that
+        # accepts and stays silent would hold each of them up to the time-out.
+        threading.Thread(target=ask, daemon=True).start()
         try:
-            files = self.api.list_repo_files(self.repo, "model", revision=self.revision)
+            files = answer.result(ANSWER_SECONDS)
+        except concurrent.futures.TimeoutError:
+            silent = TimeoutError(f"no answer for {ANSWER_SECONDS} s")
+            raise self._gone("listing", silent) from None
         except Exception as error:
             raise self._refusal(error, "listing") from error
         return [Entry(f.path, f.size, (f.sha256 or "").lower()) for f in files if not f.is_dir]
