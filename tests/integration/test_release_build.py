@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -291,6 +292,8 @@ def test_the_real_vllm_is_built_from_a_lock(tools: Path, tmp_path: Path) -> None
         python=PYTHON,
         package_cache=str(BED / "cache"),
     )
+    # On the cache's disk, so that files can be linked; left by no earlier run.
+    shutil.rmtree(BED / "releases-test", ignore_errors=True)
     places = {"releases": str(BED / "releases-test"), "tools": str(tools)}
     locks: list[str] = []
     for lock in (None, "from the first"):
