@@ -77,6 +77,11 @@ def problem(model: Model) -> str | None:
             f"trust_remote_code runs code from the repository, and {model.revision!r} can move; "
             "give the commit (40 hex digits) as revision"
         )
+    if model.source == "huggingface":
+        return (
+            "source huggingface is not supported yet; use modelscope, or put the files on every "
+            "host and use source: path"
+        )
     if model.source == "path":
         if not model.repo.startswith("/"):
             return f"source is path, and {model.repo!r} is not an absolute directory"

@@ -11,6 +11,7 @@ that it runs on any machine in well under a second.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -154,15 +155,15 @@ def _write_weights(
     directory: Path, kind: Kind, rng: random.Random, shards: int, pad_mib: int
 ) -> None:
     wanted = tensors(kind)
-    for number in range(pad_mib):
-        wanted[f"padding.{number}"] = ((PAD_ROWS, 512), "weight")
     names = list(wanted)
     per_shard = -(-len(names) // shards)
+    padding = [f"padding.{number}" for number in range(pad_mib)]
+    wanted |= dict.fromkeys(padding, ((PAD_ROWS, 512), "weight"))
     where: dict[str, str] = {}
     total = 0
     for number in range(shards):
         name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        chosen = names[number * per_shard : (number + 1) * per_shard]
+        chosen = names[number * per_shard : (number + 1) * per_shard] + padding[number::shards]
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in chosen:
@@ -262,6 +263,7 @@ def _write_tokenizer(directory: Path, family: _Family) -> None:
     _json(directory / "tokenizer_config.json", config)
 
 
+@functools.cache
 def _train(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """(vocabulary, merges) of byte-level BPE over TEXT: the most frequent pair, again and again.
 

@@ -202,11 +202,9 @@ class _Build:
 
         def tick() -> None:
             while not ended.wait(TICK_SECONDS):
-                used = max(0, free - shutil.disk_usage(self.final.parent).free)
-                say(
-                    f"release {self.release}: {doing}: {time.monotonic() - started:.0f} s, "
-                    f"{tools.gib(used)} written"
-                )
+                used = free - shutil.disk_usage(self.final.parent).free
+                written = f", {tools.gib(used)} written" if name == "install" and used > 0 else ""
+                say(f"release {self.release}: {doing}: {time.monotonic() - started:.0f} s{written}")
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()

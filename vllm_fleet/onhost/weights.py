@@ -36,7 +36,7 @@ import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 if __package__:
     from vllm_fleet.onhost import tools
@@ -54,6 +54,7 @@ SPARE = 256 << 20  # disk left free beside the weights
 TICK_SECONDS = 5.0
 FILES_AT_ONCE = 8
 CONNECT_SECONDS = 10
+ANSWER_SECONDS = 25  # for a listing, the library's own retries included
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -137,8 +138,8 @@ def fetch(settings: Mapping[str, Any]) -> None:
         _Download(settings).run()
     else:
         raise Refusal(
-            f"{settings['name']}: source {source} is not supported on hosts yet; put the files on "
-            "every host and use source: path, or use modelscope"
+            f"{settings['name']}: source {source} is not supported yet; use modelscope, or put the "
+            "files on every host and use source: path"
         )
 
 
@@ -399,7 +400,8 @@ class _Download:
         todo = [entry for entry in entries if entry.path not in done]
         todo.sort(key=lambda entry: -entry.size)  # the largest first: no long one alone at the end
         lock = threading.Lock()
-        failures: Dict[str, Refusal] = {}
+        gone = threading.Event()
+        failures: Dict[str, Exception] = {}
         with _Progress(self.name, place, entries) as progress:
 
             def work(entry: Entry) -> None:
@@ -410,22 +412,16 @@ class _Download:
                     tools.write_json(place / PROGRESS, {"files": done})
 
             with concurrent.futures.ThreadPoolExecutor(self.files_at_once) as pool:
-                futures = {pool.submit(work, entry): entry for entry in todo}
+                futures = {pool.submit(self._ending(gone, work), entry): entry for entry in todo}
                 for future in concurrent.futures.as_completed(futures):
-                    entry = futures[future]
                     try:
                         future.result()
-                    except concurrent.futures.CancelledError:
-                        continue
                     except Refusal as refusal:
-                        failures[entry.path] = refusal
+                        failures[futures[future].path] = refusal
                         say(f"{self.name}: {refusal}")
-                        if isinstance(refusal, _HubGone):
-                            for other in futures:
-                                other.cancel()
         if failures:
-            gone = [f for f in failures.values() if isinstance(f, _HubGone)]
-            first = gone[0] if gone else next(iter(failures.values()))
+            lost = [f for f in failures.values() if isinstance(f, _HubGone)]
+            first = lost[0] if lost else next(iter(failures.values()))
             raise Refusal(
                 f"{self.name}: {first}"
                 + (f" ({len(failures)} files failed: {', '.join(sorted(failures))})"
@@ -434,6 +430,20 @@ class _Download:
             )  # fmt: skip
         (place / PROGRESS).unlink(missing_ok=True)
         return done
+
+    @staticmethod
+    def _ending(gone: threading.Event, work: Callable[[Entry], None]) -> Callable[[Entry], None]:
+        """`work`, which begins nothing more once the hub is gone."""
+
+        def ended(entry: Entry) -> None:
+            if not gone.is_set():
+                try:
+                    work(entry)
+                except _HubGone:
+                    gone.set()
+                    raise
+
+        return ended
 
     def _one(self, place: Path, entry: Entry) -> Dict[str, Any]:
         """Have one file, hashed and on the disk. Refuses when the hub's bytes stay wrong."""
@@ -556,7 +566,7 @@ class _ModelScope:
             "MODELSCOPE_DOWNLOAD_TOTAL_TIMEOUT": str(7 * 86400),
             "MODELSCOPE_DOWNLOAD_TIMEOUT": "30",
             "MODELSCOPE_DOWNLOAD_MAX_RETRIES": "4",
-            "MODELSCOPE_API_TIMEOUT": "15",
+            "MODELSCOPE_API_TIMEOUT": str(ANSWER_SECONDS),
             "MODELSCOPE_API_MAX_RETRIES": "1",
         }
         for key, name in (("http", "http_proxy"), ("https", "https_proxy"), ("no_proxy",) * 2):
@@ -582,8 +592,24 @@ class _ModelScope:
     def listing(self) -> List[Entry]:
         """The files of the repository at the revision. One request."""
         self._reachable()
+        answer: "concurrent.futures.Future[Any]" = concurrent.futures.Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(
+                    self.api.list_repo_files(self.repo, "model", revision=self.revision)
+                )
+            except Exception as error:
+                answer.set_exception(error)
+
+        # In a thread that dies with the process: the library asks four times, and a hub that
+        # accepts and stays silent would hold each of them up to the time-out.
+        threading.Thread(target=ask, daemon=True).start()
         try:
-            files = self.api.list_repo_files(self.repo, "model", revision=self.revision)
+            files = answer.result(ANSWER_SECONDS)
+        except concurrent.futures.TimeoutError:
+            silent = TimeoutError(f"no answer for {ANSWER_SECONDS} s")
+            raise self._gone("listing", silent) from None
         except Exception as error:
             raise self._refusal(error, "listing") from error
         return [Entry(f.path, f.size, (f.sha256 or "").lower()) for f in files if not f.is_dir]

@@ -1,0 +1,233 @@
+"""Which weights a model wants, and what is refused about them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import tiny_models
+from vllm_fleet import weights
+from vllm_fleet.onhost import weights as onhost
+from vllm_fleet.onhost.tools import Refusal
+from vllm_fleet.onhost.weights import Entry
+from vllm_fleet.spec.model import HostSettings, Model
+
+NEEDS = ["tokenizer", "chat_template"]
+A = "a" * 64
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize("revision", ["master", "v1.0", "0a" * 20, "release_1-2"])
+def test_plain_revisions_are_their_own_directory(revision: str) -> None:
+    assert weights.path_safe(revision) == revision
+
+
+@pytest.mark.parametrize(
+    "revision", ["refs/pr/1", "../../etc", ".hidden", "a b", "版本", "x" * 300]
+)
+def test_other_revisions_become_one_safe_directory_name(revision: str) -> None:
+    name = weights.path_safe(revision)
+    assert "/" not in name
+    assert not name.startswith(".")
+    assert len(name) < 200
+    assert name != weights.path_safe(revision + "-")
+
+
+def test_a_model_wants_its_directory_and_checks() -> None:
+    chat = weights.wanted("air", Model(repo="Z/Air", revision="v1.0"))
+    assert chat.directory == "/opt/vllm/models/air/v1.0"
+    assert chat.stamp == "/opt/vllm/models/air/v1.0/.verified.json"
+    assert weights.needs(chat) == ("tokenizer", "chat_template")
+    own = weights.wanted("own", Model(source="path", repo="/data/own", task="embed"))
+    assert (own.directory, own.stamp) == ("/data/own", "/var/lib/vllm/weights/own.json")
+    assert weights.needs(own) == ("tokenizer",)
+    given = Model(repo="Z/Air", vllm_args={"chat_template": "/x.jinja"})
+    assert weights.needs(weights.wanted("air", given)) == ("tokenizer",)
+    elsewhere = Model(repo="Z/Air", vllm_args={"tokenizer": "/data/tokenizer"})
+    assert weights.needs(weights.wanted("air", elsewhere)) == ()
+
+
+def test_code_from_a_repository_needs_a_commit() -> None:
+    moving = Model(repo="Z/Air", revision="v1.0", trust_remote_code=True)
+    fixed = moving.model_copy(update={"revision": "0a" * 20})
+    assert "commit" in str(weights.problem(moving))
+    assert weights.problem(fixed) is None
+    order = weights.order("air", moving, HostSettings())
+    with pytest.raises(Refusal, match="commit"):
+        onhost.fetch({**order, "directory": "/nowhere/air/v1.0"})
+
+
+@pytest.mark.parametrize("repo", ["Air", "Z/Air/x", "../Air", "Z/..", "Z Air"])
+def test_what_is_no_repository_is_a_problem(repo: str) -> None:
+    assert "OWNER/NAME" in str(weights.problem(Model(repo=repo)))
+
+
+def test_a_stamp_counts_only_for_what_was_checked() -> None:
+    wanted = weights.wanted("air", Model(repo="Z/Air", revision="v1.0"))
+    stamp = {**wanted.identity, "passed": NEEDS, "changed": []}
+    assert weights.verified(stamp, wanted)
+    assert not weights.verified(None, wanted)
+    assert not weights.verified({**stamp, "revision": "v2"}, wanted)
+    assert not weights.verified({**stamp, "passed": ["tokenizer"]}, wanted)
+    assert not weights.verified({**stamp, "changed": ["config.json"]}, wanted)
+
+
+def test_copies_in_other_formats_are_not_fetched() -> None:
+    paths = [
+        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "config.json",
+        "original/consolidated.00.pth", "consolidated.safetensors", "model.gguf", "sub/code.py",
+    ]  # fmt: skip
+    entries, warnings = onhost.wanted("m", [Entry(path, 1, A) for path in paths])
+    assert [entry.path for entry in entries] == [
+        "model.safetensors", "model.safetensors.index.json", "config.json", "sub/code.py"
+    ]  # fmt: skip
+    assert warnings == []
+    pickles, _ = onhost.wanted("m", [Entry("pytorch_model.bin", 1, A)])
+    assert len(pickles) == 1
+
+
+@pytest.mark.parametrize("path", ["../evil.safetensors", "/etc/passwd", "a//b", "a/./b", "a\nb"])
+def test_a_listing_cannot_name_a_path_outside(path: str) -> None:
+    with pytest.raises(Refusal, match="refused as a path"):
+        onhost.wanted("m", [Entry("model.safetensors", 1, A), Entry(path, 1, A)])
+
+
+def test_weights_without_checksum_are_refused_and_small_files_warned_about() -> None:
+    good = Entry("model.safetensors", 1, A)
+    with pytest.raises(Refusal, match=r"b\.safetensors without sha256"):
+        onhost.wanted("m", [good, Entry("b.safetensors", 1, "")])
+    entries, warnings = onhost.wanted("m", [good, Entry("config.json", 1, "not a checksum")])
+    assert entries[1].sha256 == ""
+    assert "config.json" in warnings[0]
+    with pytest.raises(Refusal, match="lists no weights"):
+        onhost.wanted("m", [Entry("README.md", 1, A)])
+
+
+@pytest.fixture(params=tiny_models.KINDS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tiny_models.make(tmp_path / "model", request.param)
+
+
+def check(directory: Path, needs: list[str] = NEEDS) -> onhost.Structure:
+    files = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+    return onhost.check_structure("tiny", directory, sorted(files), needs)
+
+
+def test_a_whole_model_passes(model: Path) -> None:
+    found = check(model)
+    assert found.architectures[0] in ("Glm4ForCausalLM", "Qwen3ForCausalLM")
+    assert found.warnings == []
+
+
+def _cut(model: Path) -> None:
+    shard = model / SHARD
+    shard.write_bytes(shard.read_bytes()[:-3])
+
+
+def _grown(model: Path) -> None:
+    with (model / SHARD).open("ab") as file:
+        file.write(b"\0")
+
+
+def _header(model: Path) -> None:
+    shard = model / SHARD
+    shard.write_bytes(shard.read_bytes()[:8] + b"x" + shard.read_bytes()[9:])
+
+
+def _other_shard(model: Path) -> None:
+    (model / SHARD).write_bytes((model / SHARD.replace("2-of", "1-of")).read_bytes())
+
+
+def _only_gguf(model: Path) -> None:
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    (model / "model.gguf").write_bytes(b"GGUF")
+
+
+def _text(name: str, text: str) -> Callable[[Path], None]:
+    return lambda model: ((model / name).write_text(text) and None) or None
+
+
+def _no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def _no_template(model: Path) -> None:
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "tokenizer_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_cut, f"{SHARD}: is "),
+        (_grown, "cut short or mixed"),
+        (_header, f"{SHARD}: its header is damaged"),
+        (_other_shard, f"{SHARD}: lacks "),
+        (lambda model: (model / SHARD).unlink(), f"{SHARD}: is missing"),
+        (_text(SHARD, ""), "is no safetensors file, or cut short (0 bytes)"),
+        (_text(SHARD, "GGUF" + "x" * 99), "is a GGUF file under a wrong name"),
+        (_text(SHARD, "version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
+        (_only_gguf, "weights are GGUF"),
+        (_text("config.json", "{"), "config.json: config.json: is no JSON"),
+        (_text("config.json", "{}"), "config.json: names no architectures"),
+        (lambda model: (model / "config.json").unlink(), "config.json: is missing"),
+        (_text("model.safetensors.index.json", "[]"), "index.json: cannot be read"),
+        (_no_tokenizer, "no tokenizer"),
+        (_no_template, "no chat template"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    model: Path, spoil: Callable[[Path], None], said: str
+) -> None:
+    spoil(model)
+    with pytest.raises(Refusal) as refusal:
+        check(model)
+    assert said in str(refusal.value)
+
+
+def test_every_complaint_is_made_at_once(model: Path) -> None:
+    _cut(model)
+    _no_template(model)
+    with pytest.raises(Refusal) as refusal:
+        check(model)
+    assert SHARD in str(refusal.value)
+    assert "chat template" in str(refusal.value)
+
+
+def test_no_chat_template_is_needed_for_embeddings(model: Path) -> None:
+    _no_template(model)
+    check(model, ["tokenizer"])
+
+
+def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
+    first, second = (tiny_models.make(tmp_path / name, "glm4") for name in "ab")
+    other = tiny_models.make(tmp_path / "c", "glm4", seed=2)
+    assert (first / SHARD).read_bytes() == (second / SHARD).read_bytes()
+    assert (first / SHARD).read_bytes() != (other / SHARD).read_bytes()
+
+
+def test_weights_are_small_numbers_and_the_vocabulary_is_whole(model: Path) -> None:
+    shard = model / "model-00001-of-00003.safetensors"
+    length = struct.unpack("<Q", shard.read_bytes()[:8])[0]
+    data = shard.read_bytes()[8 + length :][: 2 * tiny_models.HIDDEN]
+    for low, high in zip(data[0::2], data[1::2], strict=True):
+        number = struct.unpack("<f", bytes((0, 0, low, high)))[0]
+        assert 0.015 < abs(number) < 0.032
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    ids = [*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])]
+    assert sorted(ids) == list(range(tiny_models.VOCABULARY))
+    vocabulary = tokenizer["model"]["vocab"]
+    assert all(
+        half in vocabulary and "".join(merge.split(" ")) in vocabulary
+        for merge in tokenizer["model"]["merges"]
+        for half in merge.split(" ")
+    )
+    config = json.loads((model / "config.json").read_text())
+    ends = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    named = json.loads((model / "tokenizer_config.json").read_text())
+    assert ends[named["eos_token"]] in config["eos_token_id"]
