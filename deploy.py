@@ -13,15 +13,15 @@ from vllm_fleet import deploys
 
 plan = deploys.my_plan()
 
-deploys.prepare(plan)       # Debian packages, then every file of ours in one go
-deploys.stage(plan)         # tools, releases and weights: built and verified beside what serves
+deploys.prepare(plan)  # Debian packages, then every file of ours in one go
+deploys.stage(plan)  # tools, releases and weights: built and verified beside what serves
 deploys.meet("Everything is staged on every host")
 
 deploys.open_gateway(plan)  # nginx routes to what will serve and no more to what leaves
 deploys.meet("The gateways know the pools")
 
-deploys.serve(plan)         # what does not run starts; what runs with old settings is replaced
-deploys.watch(plan)         # Prometheus, node exporter, Grafana
+deploys.serve(plan)  # what does not run starts; what runs with old settings is replaced
+deploys.watch(plan)  # Prometheus, node exporter, Grafana
 deploys.meet("Everything serves")
 
-deploys.retire(plan)        # what is no longer in the plan: drained, stopped, removed
+deploys.retire(plan)  # what is no longer in the plan: drained, stopped, removed
