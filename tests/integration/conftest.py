@@ -6,11 +6,15 @@ The bed of the tests is beside the demo's and shares only its caches, so that bo
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.integration.deployed import Deployed
+from tests.integration.operator import Operator
 from tests.testbed.bed import Bed, demo_hosts
 from tests.testbed.hosts import Host, HostSpec
 from tests.testbed.services import REPO
@@ -64,3 +68,15 @@ def host_factory(empty_bed: Bed) -> Iterator[HostFactory]:
     for name in made:
         if name in empty_bed.hosts:
             empty_bed.remove(name)
+
+
+@pytest.fixture(scope="session")
+def deployed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
+    """The demo's hosts after a first deploy: four real engines, gateway, monitoring."""
+    operator = Operator(tmp_path_factory.mktemp("operator"))
+    began = time.monotonic()
+    done = operator.deploy()
+    assert done.returncode == 0, done.stdout
+    print(f"first deploy: {time.monotonic() - began:.0f} s")
+    key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
+    return Deployed(bed, operator, f"http://{bed.host('demo-gw').address}", key, done.stdout)

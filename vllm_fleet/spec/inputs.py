@@ -17,6 +17,7 @@ class Inputs:
     locks: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # (name, key)
     tls: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
 
     def lock(self, spec: HostSpec, version: str) -> str | None:
         """Text of the lock that a host uses for a version; None where it uses none."""
@@ -27,6 +28,11 @@ class Inputs:
         """(name, key) of the clients of a gateway; empty where it asks for none."""
         keys = spec.settings.api_keys
         return self.keys[keys.file] if keys else ()
+
+    def hub_token(self, spec: HostSpec) -> str | None:
+        """Token of the model hub; None where it is used without one."""
+        path = spec.settings.hub.token_file
+        return self.tokens[path] if path else None
 
     def certificate(self, spec: HostSpec) -> tuple[str, str] | None:
         """(chain, key) of a gateway as PEM texts; None where it serves plain HTTP."""
@@ -55,6 +61,8 @@ def read_inputs(fleet: Fleet) -> Inputs:
     root = Path(fleet.root)
     inputs = Inputs()
     for spec in fleet.group("gpu"):
+        if token := spec.settings.hub.token_file:
+            inputs.tokens[token] = (root / token).read_text(encoding="utf-8")
         if spec.settings.vllm_lock:
             for instance in spec.instances:
                 path = lock_path(spec.settings.vllm_lock, version_of(spec, instance))

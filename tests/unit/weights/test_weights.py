@@ -53,17 +53,9 @@ def test_a_model_wants_its_directory_and_checks() -> None:
 
 def test_code_from_a_repository_needs_a_commit() -> None:
     moving = Model(repo="Z/Air", revision="v1.0", trust_remote_code=True)
-    fixed = moving.model_copy(update={"revision": "0a" * 20})
-    assert "commit" in str(weights.problem(moving))
-    assert weights.problem(fixed) is None
     order = weights.order("air", moving, HostSettings())
     with pytest.raises(Refusal, match="commit"):
         onhost.fetch({**order, "directory": "/nowhere/air/v1.0"})
-
-
-@pytest.mark.parametrize("repo", ["Air", "Z/Air/x", "../Air", "Z/..", "Z Air"])
-def test_what_is_no_repository_is_a_problem(repo: str) -> None:
-    assert "OWNER/NAME" in str(weights.problem(Model(repo=repo)))
 
 
 def test_a_stamp_counts_only_for_what_was_checked() -> None:
