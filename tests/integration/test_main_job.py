@@ -112,9 +112,8 @@ def test_nothing_planned_or_broken_reaches_clients_but_what_was_already_sent(
     first, second = bed.host("demo-gpu-1"), bed.host("demo-gpu-2")
     with deployed.load(rate=5) as load:
         time.sleep(5)
-        engine = first.sh(
-            "systemd-cgls -u vllm@glm.service --no-pager | grep -o '[0-9]* VLLM::EngineCore' | head -1"
-        ).stdout.split()[0]
+        units = first.sh("systemd-cgls -u vllm@glm.service --no-pager").stdout
+        engine = re.findall(r"(\d+) VLLM::EngineCore", units)[0]
         killed = time.time()
         first.sh(f"kill -9 {engine}")
         time.sleep(5)
