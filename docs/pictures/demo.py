@@ -38,7 +38,11 @@ def cleaned(text: str) -> str:
 def drawn(text: str) -> str:
     """The picture, as SVG that asks nothing of other servers."""
     console = Console(
-        width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+        width=COLUMNS,
+        record=True,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
     )
     for line in text.splitlines():
         shown = Text(line)
