@@ -73,7 +73,7 @@ def host_factory(empty_bed: Bed) -> Iterator[HostFactory]:
 @pytest.fixture(scope="session")
 def deployed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     """The demo's hosts after a first deploy: four real engines, gateway, monitoring."""
-    operator = Operator(tmp_path_factory.mktemp("operator"))
+    operator = Operator(tmp_path_factory.mktemp("operator"), bed.cache)
     began = time.monotonic()
     done = operator.deploy()
     assert done.returncode == 0, done.stdout

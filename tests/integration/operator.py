@@ -19,8 +19,9 @@ DEPLOY_SECONDS = 900
 class Operator:
     """A directory with inventory/demo.py and group_vars, changed by a test, run for real."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, cache: Path) -> None:
         self.root = root
+        (root / ".testbed").symlink_to(cache)  # group_vars/demo.yml names lock and keys in it
         for name in ("inventory", "group_vars"):
             shutil.copytree(REPO / name, root / name)
         for name in ("deploy.py", "config.py"):
