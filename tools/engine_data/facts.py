@@ -145,7 +145,7 @@ def batch_defaults(sources: Sources) -> list[dict[str, Any]]:
                 rule["min_gib"] = int(match[1])
             elif match := re.fullmatch(r"'(\w+)' not in device_name", part):
                 rule["not_named"] = match[1]
-            elif part == "not is_gb10":
+            elif part.strip("()") == "not is_gb10":
                 rule["not_capability"] = "12.1"
             else:
                 raise LookupError(f"get_batch_defaults asks {part}")
