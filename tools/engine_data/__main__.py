@@ -24,8 +24,13 @@ DATA = Path(__file__).parents[2] / "vllm_fleet" / "data" / "vllm"
 KERNELS = ("vllm/_C.abi3.so", "vllm/_C_stable_libtorch.abi3.so")
 
 
+TEMPLATES = "vllm/transformers_utils/chat_templates/"
+
+
 def wanted(name: str) -> bool:
     """Whether a member of the wheel is needed: Python source, but not of models and kernels."""
+    if name.startswith(TEMPLATES) and name.endswith(".jinja"):
+        return True
     if not name.startswith("vllm/") or not name.endswith(".py"):
         return False
     if name.startswith("vllm/model_executor/models/"):
@@ -59,7 +64,14 @@ def build(version: str, cache: Path | None = None) -> dict[str, Any]:
             "batch": facts.batch_defaults(sources),
         },
         "parsers": facts.parsers(sources),
-        "values": facts.values(sources),
+        "values": facts.values(sources)
+        | {
+            "chat_template": sorted(
+                n.removeprefix(TEMPLATES)
+                for n in sources.texts
+                if n.startswith(TEMPLATES) and n.endswith(".jinja")
+            )
+        },
         "sampling_parameters": facts.sampling_parameters(sources),
         "architectures": facts.architectures(sources),
         "removed_architectures": facts.removed_architectures(sources),

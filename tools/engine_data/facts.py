@@ -59,7 +59,7 @@ def removed_architectures(sources: Sources) -> dict[str, str]:
     if not isinstance(node, ast.Dict):
         return {}
     return {
-        key.value: value.value
+        str(key.value): str(value.value)
         for key, value in zip(node.keys, node.values, strict=True)
         if isinstance(key, ast.Constant) and isinstance(value, ast.Constant)
     }
@@ -103,7 +103,7 @@ def metrics(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     always: dict[str, str] = dict(PROCESS_METRICS)
     sometimes: dict[str, str] = {}
     for file, text in sorted(sources.texts.items()):
-        if "vllm:" not in text or not file.startswith("vllm/"):
+        if "vllm:" not in text or not file.endswith(".py"):
             continue
         module = file.removesuffix(".py").replace("/", ".")
         tree = sources.tree(module.removesuffix(".__init__"))
@@ -132,9 +132,7 @@ def batch_defaults(sources: Sources) -> list[dict[str, Any]]:
         if isinstance(n, ast.FunctionDef) and n.name == "get_batch_defaults"
     )
     chain: ast.If | None = next(
-        n
-        for n in function.body
-        if isinstance(n, ast.If) and "device_memory" in ast.unparse(n.test)
+        n for n in function.body if isinstance(n, ast.If) and "device_memory" in ast.unparse(n.test)
     )
     rules = []
     while chain is not None:
@@ -195,7 +193,7 @@ def requirements(filename: str, metadata: dict[str, Any]) -> dict[str, Any]:
         if match and match[1].lower() in {"torch", "transformers", "flashinfer-python"}:
             wanted[match[1].lower()] = match[2].strip()
     return {
-        "python": metadata["requires_python"],
+        "python": ",".join(sorted(metadata["requires_python"].split(","), reverse=True)),
         "glibc": f"{glibc[1]}.{glibc[2]}" if glibc else None,
         "torch": wanted["torch"].removeprefix("=="),
         "transformers": wanted.get("transformers"),
@@ -206,7 +204,9 @@ def requirements(filename: str, metadata: dict[str, Any]) -> dict[str, Any]:
 def cuda_of_torch(metadata: dict[str, Any]) -> str:
     """CUDA that a torch wheel brings, from the runtime it requires: "12.8", "13.0"."""
     for line in metadata.get("requires_dist", []):
-        if match := re.match(r"(?:nvidia-cuda-runtime(?:-cu\d+)?|cuda-toolkit)\S*?==(\d+\.\d+)", line):
+        if match := re.match(
+            r"(?:nvidia-cuda-runtime(?:-cu\d+)?|cuda-toolkit)\S*?==(\d+\.\d+)", line
+        ):
             return match[1]
     raise LookupError("this torch names no CUDA runtime")
 
@@ -222,7 +222,7 @@ def _keys(sources: Sources, module: str, node: ast.AST) -> Iterator[str]:
     assert isinstance(node, ast.Dict)
     for key, value in zip(node.keys, node.values, strict=True):
         if isinstance(key, ast.Constant):
-            yield key.value
+            yield str(key.value)
         elif key is None and isinstance(value, ast.Name):
             yield from _keys(sources, module, sources.names(module)[value.id])
         elif key is None and isinstance(value, ast.DictComp):
@@ -242,7 +242,7 @@ def _filtered(sources: Sources, module: str, node: ast.DictComp) -> Iterator[str
         if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
             name = value.elts[1]
             if isinstance(name, ast.Constant) and name.value == test[1]:
-                yield key.value
+                yield str(key.value)
 
 
 def _literal(sources: Sources, module: str, name: str) -> list[str]:
@@ -254,7 +254,7 @@ def _literal(sources: Sources, module: str, name: str) -> list[str]:
 
 
 def _strings(node: ast.AST | None) -> list[str]:
-    return [e.value for e in ast.walk(node) if isinstance(e, ast.Constant)] if node else []
+    return [str(e.value) for e in ast.walk(node) if isinstance(e, ast.Constant)] if node else []
 
 
 def _enum(sources: Sources, module: str, name: str) -> list[str]:
@@ -271,13 +271,14 @@ def _enum(sources: Sources, module: str, name: str) -> list[str]:
 
 
 def _server_values(body: list[ast.stmt]) -> dict[str, int]:
-    found = {}
+    found: dict[str, int] = {}
     for statement in body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             assert isinstance(statement.targets[0], ast.Name)
             for key, value in zip(statement.value.keys, statement.value.values, strict=True):
                 if key is not None and ast.unparse(key) == "UsageContext.OPENAI_API_SERVER":
                     assert isinstance(value, ast.Constant)
+                    assert isinstance(value.value, int)
                     name = statement.targets[0].id.removeprefix("default_")
                     found[name] = value.value
     return found

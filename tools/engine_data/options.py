@@ -91,7 +91,9 @@ class Reader:
         for name in SERVE:
             command, node = self.sources.get_class(name, "ServeSubcommand")
             init = next(
-                n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "subparser_init"
+                n
+                for n in node.body
+                if isinstance(n, ast.FunctionDef) and n.name == "subparser_init"
             )
             walk = _Walk(self, command, {"serve_parser": parser})
             for statement in init.body:
@@ -559,7 +561,9 @@ class _Walk:
             value = self.value(node.args[0])
             if isinstance(value, Opaque):
                 return value
-            return {"list": list, "sorted": sorted, "int": int, "set": list}[name](value)
+            if name == "int":
+                return int(value)
+            return sorted(value) if name == "sorted" else list(value)
         if name.startswith("super()."):
             return self._super(name.split(".", 1)[1], node)
         function = self.value(node.func)
@@ -568,7 +572,8 @@ class _Walk:
         return Opaque(ast.unparse(node))
 
     def _super(self, name: str, node: ast.Call) -> Any:
-        assert self.cls is not None and self.owner is not None
+        assert self.cls is not None
+        assert self.owner is not None
         found = self._method(self.cls, name, skip=self.owner.node)
         if found is None:
             return Opaque(ast.unparse(node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -67,16 +68,32 @@ class Sources:
                         found[node.target.id] = node.value
                 elif isinstance(node, ast.Import | ast.ImportFrom):
                     for alias in node.names:
+                        if alias.name == "*" and isinstance(node, ast.ImportFrom):
+                            found.update(self._starred(module, node))
+                            continue
                         found[alias.asname or alias.name.split(".")[0]] = node
             self._names[module] = found
         return self._names[module]
 
+    def _starred(self, module: str, node: ast.ImportFrom) -> dict[str, ast.AST]:
+        """Names of ``from x import *``, each as an import of its own."""
+        origin = self._origin(module, node)
+        if self.file(origin) is None:
+            return {}
+        return {
+            name: ast.ImportFrom(origin, [ast.alias(name)], 0)
+            for name in self.names(origin)
+            if not name.startswith("_")
+        }
+
     def lookup(self, module: str, name: str) -> Definition | None:
         """Follow a name through imports to its definition; None where it leaves vLLM."""
-        for _ in range(20):
+        for step in range(20):
             if self.file(module) is None:
                 return None
             node = self.names(module).get(name)
+            if node is None and step and "__getattr__" not in self.names(module):
+                raise LookupError(f"{module} has no {name} that can be read")
             if node is None:
                 return None
             if isinstance(node, ast.Import):
@@ -140,12 +157,7 @@ class Sources:
             kind = "other"
             if is_dataclass(found.node):
                 kind = "dataclass"
-            elif any(isinstance(b, ast.Name) and b.id == "dict" for b in found.node.bases):
-                kind = "dict_subclass"
-            elif any(
-                isinstance(b, ast.Subscript) and isinstance(b.value, ast.Name) and b.value.id == "dict"
-                for b in found.node.bases
-            ):
+            elif any(re.match(r"dict\b", ast.unparse(b)) for b in found.node.bases):
                 kind = "dict_subclass"
             return frozenset({Hint(kind, name)})
         if isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -70,7 +70,7 @@ def read_binary(wheel: Wheel, names: Collection[str]) -> dict[str, bytes]:
 
 def _members(wheel: Wheel, wanted: Callable[[str], bool]) -> dict[str, bytes]:
     remote = _Remote(wheel.url)
-    with zipfile.ZipFile(remote) as archive:  # type: ignore[arg-type]  # file-like is enough
+    with zipfile.ZipFile(remote) as archive:
         names = [i.filename for i in archive.infolist() if wanted(i.filename)]
         starts = sorted(i.header_offset for i in archive.infolist())
         spans = []
