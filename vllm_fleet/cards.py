@@ -166,8 +166,9 @@ def merged(parts: Sequence[Groups]) -> Groups:
 def resolve(wanted: str, found: Groups, taken: Collection[int] = ()) -> Group:
     """The best free cards for "4 x A100-SXM4-80GB"; CardsError says why there are none.
 
-    A whole free group comes first, then part of the smallest group that has enough, then cards
-    of several groups (their link is the worst between them; ask it before tensor parallelism).
+    A whole free group comes first, then part of the group with the fewest free cards that are
+    enough, then cards of several groups (their link is the worst between them: ask it before
+    tensor parallelism).
     """
     match = re.fullmatch(r"\s*([1-9]\d*)\s*x\s*(\S.*?)\s*", wanted)
     if match is None:
@@ -189,17 +190,12 @@ def resolve(wanted: str, found: Groups, taken: Collection[int] = ()) -> Group:
     whole = [g for g in mine if len(g.gpus) == count and free_indices >= set(g.gpus)]
     if whole:
         return min(whole, key=lambda g: (_rank(g.link), g.gpus))
-    parts = [g for g in mine if len(free_indices & set(g.gpus)) >= count]
-    pool = (
-        sorted(
-            free_indices & set(min(parts, key=lambda g: (_rank(g.link), len(g.gpus), g.gpus)).gpus)
-        )
-        if parts
-        else sorted(free_indices)
-    )
-    return _group(
-        [c for c in free if c.index in _best(pool, count, found.topology)], found.topology
-    )
+    # Part of a group that is broken into already, so that whole groups stay whole.
+    parts = [(set(g.gpus) & free_indices, _rank(g.link)) for g in mine]
+    enough = [p for p in parts if len(p[0]) >= count]
+    pool = min(enough, key=lambda p: (p[1], len(p[0]), min(p[0])))[0] if enough else free_indices
+    chosen = _best(sorted(pool), count, found.topology)
+    return _group([c for c in free if c.index in chosen], found.topology)
 
 
 # -- what is left out
