@@ -23,6 +23,15 @@ PARSERS = {
     "reasoning_parser": "reasoning_parser_plugin",
 }
 EXTENSIBLE = {"distributed_executor_backend", "load_format"}  # an import path is a value too
+COUNTS = {  # at least one, also in versions whose fields do not say so
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "nnodes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+}
 PORTS = {"port", "master_port", "data_parallel_rpc_port", "grpc_port"}
 TRUTH = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")  # argparse takes these for values, not for options
@@ -406,10 +415,11 @@ def _limit_error(item: Given, value: str) -> ArgError | None:
         "lt": (lambda n, b: n < b, "less than"),
         "le": (lambda n, b: n <= b, "at most"),
     }
-    for name, bound in item.option.limits:
+    limits = item.option.limits or ((("ge", 1),) if item.option.dest in COUNTS else ())
+    for name, bound in limits:
         holds, words = checks[name]
         if not holds(number, bound):
-            allowed = " and ".join(f"{checks[n][1]} {b:g}" for n, b in item.option.limits)
+            allowed = " and ".join(f"{checks[n][1]} {b:g}" for n, b in limits)
             instead = f"{item.spelling} NUMBER, {allowed}"
             if item.option.dest == "gpu_memory_utilization":
                 instead = f"{item.spelling} 0.90, a share of the card's memory up to 1"

@@ -267,6 +267,8 @@ class _Parser:
         """One ``add_argument`` call."""
         option = {k: v for k, v in keywords.items() if k not in {"help", "metavar", "const"}}
         action = option.pop("action", "store")
+        if action == "store_true":
+            option.setdefault("default", False)
         if isinstance(action, Opaque | Class):
             action = action.source if isinstance(action, Opaque) else action.node.name
         if action == BOOLEAN:
