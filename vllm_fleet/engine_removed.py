@@ -108,22 +108,22 @@ OPTIONS: dict[str, Gone] = {
         "removed: the engine always has a process of its own", _LEAVE_OUT
     ),
     "--max-num-partial-prefills": Gone(
-        "removed: one long prompt no longer blocks the others",
+        "removed: the engine never ran several long prompts in one step, and refused to start "
+        "with another value than the default",
         f"{_LEAVE_OUT}, or --long-prefill-token-threshold N to bound a prompt's share of a step",
     ),
     "--max-long-partial-prefills": Gone(
-        "removed: one long prompt no longer blocks the others",
+        "removed: the engine never ran several long prompts in one step, and refused to start "
+        "with another value than the default",
         f"{_LEAVE_OUT}, or --long-prefill-token-threshold N to bound a prompt's share of a step",
     ),
     "--calculate-kv-scales": Gone(
-        "removed: scales come with the checkpoint or are computed for each token",
+        "removed: scales come with the checkpoint, else they are 1.0",
         f"{_LEAVE_OUT}, or --kv-cache-dtype fp8_per_token_head",
     ),
     "--override-attention-dtype": Gone("removed", _LEAVE_OUT),
     "--enable-bf16x3-router-gemm": Gone("removed", _LEAVE_OUT),
-    "--enable-mamba-fine-grained-prefix-cache": Gone(
-        "removed: prefix caching decides", "--enable-prefix-caching"
-    ),
+    "--enable-mamba-fine-grained-prefix-cache": Gone("removed", _LEAVE_OUT),
 }
 
 # Quantization methods that vLLM dropped within the versions here.
