@@ -92,6 +92,7 @@ class Groups:
     warnings: tuple[str, ...] = ()  # the cards left out included, one sentence each
     cards: tuple[Card, ...] = ()  # the usable ones
     topology: Topology | None = None
+    parts: tuple[Groups, ...] = ()  # of each maker, where a host has cards of several
 
 
 def groups(
@@ -154,8 +155,11 @@ def groups(
 
 
 def merged(parts: Sequence[Groups]) -> Groups:
-    """Groups of one host's makers, side by side; to be resolved each by itself."""
+    """Groups of one host's makers, side by side; each maker counts its cards from 0."""
+    if len(parts) == 1:
+        return parts[0]
     return Groups(
+        parts=tuple(parts),
         groups=tuple(g for p in parts for g in p.groups),
         left_out=tuple(o for p in parts for o in p.left_out),
         warnings=tuple(w for p in parts for w in p.warnings),
@@ -175,6 +179,9 @@ def resolve(wanted: str, found: Groups, taken: Collection[int] = ()) -> Group:
         raise CardsError(f'{wanted!r} must be "COUNT x KIND", such as "4 x A100-SXM4-80GB"')
     count, kind = int(match[1]), match[2]
     names = _matching(kind, sorted({c.name for c in found.cards}))
+    for part in found.parts:
+        if len(names) == 1 and names[0] in {c.name for c in part.cards}:
+            return resolve(wanted, part, taken)
     if not names:
         have = ", ".join(sorted({c.short_name for c in found.cards})) or "none that is usable"
         raise CardsError(f"no card here is a {kind}; this host has: {have}{_left(found)}")

@@ -115,6 +115,17 @@ def test_makers_are_never_together() -> None:
     assert any("not been run on hardware" in w for w in found.warnings)
 
 
+def test_cards_of_one_of_two_makers_are_chosen_by_name() -> None:
+    cards = [
+        *(Card(i, "NVIDIA L40S", "nvidia", 46068) for i in range(2)),
+        *(Card(i, "AMD Instinct MI210", "amd", 65520) for i in range(2)),
+    ]
+    found = groups(cards, parse_topo(matrix(uniform(2, "PIX"))))
+    assert resolve("2 x L40S", found).vendor == "nvidia"
+    assert resolve("1 x MI210", found, taken={0}).gpus == (1,)
+    assert resolve("1 x MI210", found, taken={0}).vendor == "amd"
+
+
 def test_busy_cards_are_left_out_unless_they_are_ours() -> None:
     listing = parse_gpus(gpus(4, used={1: 40000}))
     topology = parse_topo(matrix(uniform(4, "NV12")))
