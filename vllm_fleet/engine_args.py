@@ -175,26 +175,11 @@ def _find(
     """The option a word stands for and its spelling, as argparse finds them."""
     if name in data.options and name.startswith("-"):
         return data.options[name], name
-    if name.startswith("--"):
-        matches = sorted(o for o in data.options if o.startswith(name))
-        if name in engine_removed.OPTIONS or not matches:
-            errors.append(_unknown(data, name, word))
-            return None, name
-        targets = {data.options[m].dest for m in matches}
-        if len(matches) == 1:
-            full = matches[0]
-            errors.append(
-                ArgError(
-                    name,
-                    f"is short for {full}; vLLM takes it until another option begins like it",
-                    full,
-                )
-            )
-            return data.options[full], full
-        said = ", ".join(matches[:4]) + (" and others" if len(matches) > 4 else "")
-        instead = matches[0] if len(targets) == 1 else "the one you mean in full"
-        errors.append(ArgError(name, f"could be {said}", instead))
-        return None, name
+    matches = sorted(o for o in data.options if o.startswith(name))
+    if not name.startswith("--"):
+        matches = [o for o in matches if not o.startswith("--")]
+    if name not in engine_removed.OPTIONS and matches:
+        return _abbreviated(data, name, matches, errors)
     for length in (3, 2):  # a short option with its value behind it: -qawq
         short = name[:length]
         if len(name) > length and short in data.options and not data.options[short].is_flag:
@@ -209,6 +194,22 @@ def _find(
             )
             return None, name
     errors.append(_unknown(data, name, word))
+    return None, name
+
+
+def _abbreviated(
+    data: EngineData, name: str, matches: list[str], errors: list[ArgError]
+) -> tuple[Option | None, str]:
+    """argparse takes the beginning of a name where no second one begins so; it is told."""
+    if len(matches) == 1:
+        full = matches[0]
+        said = f"is short for {full}; vLLM takes it until another option begins like it"
+        errors.append(ArgError(name, said, full))
+        return data.options[full], full
+    one = len({data.options[m].dest for m in matches}) == 1
+    shown = ", ".join(matches[:4]) + (" and others" if len(matches) > 4 else "")
+    instead = matches[0] if one else "the one you mean in full"
+    errors.append(ArgError(name, f"could be {shown}", instead))
     return None, name
 
 
@@ -366,6 +367,13 @@ def _type_error(data: EngineData, item: Given, value: str) -> ArgError | None:
         if value.lower() not in allowed and not HUMAN.match(value):
             return ArgError(
                 item.written, f"{value!r} is no number such as 32768 or 32k", f"{item.spelling} 32k"
+            )
+        if "." in value and value[-1] in "KMGT":
+            small = f"{value[:-1]}{value[-1].lower()}"
+            return ArgError(
+                item.written,
+                f"K, M, G and T are powers of 1024 and take no decimals: {value!r}",
+                f"{item.spelling} {small}, in powers of 1000",
             )
     if kind in {"json", "loads", "config"}:
         return _json_error(data, item, value)

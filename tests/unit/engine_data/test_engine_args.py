@@ -109,6 +109,7 @@ def test_thinking_budget_of_a_request() -> None:
         (["--kv-cache-dtype", "fp16"], "knows no 'fp16'", "--kv-cache-dtype"),
         (["--dtype", "bf16"], "knows no 'bf16'", "bfloat16"),
         (["--max-model-len", "32kk"], "no number such as", "32k"),
+        (["--max-num-batched-tokens", "8.5K"], "take no decimals", "8.5k"),
         (["-O9"], "knows no '9'", "one of 0, 1, 2, 3"),
         (["--enable-prefix-caching", "true"], "takes no value", "--enable-prefix-caching"),
         (["--enable-prefix-caching=false"], "takes no value", "--no-enable-prefix-caching"),
@@ -141,7 +142,11 @@ def test_a_parser_for_tools_must_be_named_and_known() -> None:
 
 @pytest.mark.parametrize(
     ("short", "full"),
-    [("--max-num-seq", "--max-num-seqs"), ("--tensor-par", "--tensor-parallel-size")],
+    [
+        ("--max-num-seq", "--max-num-seqs"),
+        ("--tensor-par", "--tensor-parallel-size"),
+        ("-as", "-asc"),
+    ],
 )
 def test_abbreviations_are_told_and_their_values_checked(short: str, full: str) -> None:
     found = only("0.21.0", "m", short, "4")
