@@ -1,0 +1,1 @@
+"""Engine data from published wheels; see __main__."""
