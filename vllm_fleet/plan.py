@@ -40,7 +40,6 @@ TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf
 LIB_SCRIPTS = ("tools.py", "release.py", "weights.py")  # they stay on the host: see paths.LIB
 
 
-
 class Refusal(Exception):
     """A host is not what the spec counts on; one line for each reason, with its remedy."""
 

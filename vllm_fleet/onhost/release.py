@@ -32,7 +32,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence
 if __package__:
     from vllm_fleet.onhost import tools
 else:  # on a host: a flat directory of scripts
-    import tools  # type: ignore[import-not-found,no-redef]
+    import tools  # type: ignore[no-redef]
 
 Refusal = tools.Refusal
 say = tools.say
