@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -E)
-CODE := vllm_fleet tests $(wildcard deploy.py upgrade.py rollback.py maintain.py config.py inventory)
+CODE := vllm_fleet tests tools docs/pictures $(wildcard deploy.py upgrade.py rollback.py maintain.py config.py inventory)
 MYPY := -p vllm_fleet -p tests.testbed
 
 .PHONY: help
@@ -44,8 +44,11 @@ test-long: $(VENV)/.ready ## What is too long for CI
 	$(SUDO) $(PY) -m pytest -m long tests
 
 .PHONY: docs
-docs: $(VENV)/.ready ## Write the generated pages: docs/settings.md
+docs: $(VENV)/.ready ## Write the generated pages: settings, runbook, group_vars
 	$(PY) -m vllm_fleet.spec.settings >docs/settings.md
+	for group in all gpu gateway monitoring; do \
+	  $(PY) -m vllm_fleet.spec.settings $$group >group_vars/$$group.yml; done
+	$(PY) -m vllm_fleet.runbook >docs/runbook.md
 
 .PHONY: check-code
 check-code: $(VENV)/.ready

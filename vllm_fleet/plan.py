@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.spec.inputs import Inputs, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance
 from vllm_fleet.state import HostState, Process
 
 OLDEST = {"debian": 12.0, "ubuntu": 22.04}
@@ -34,6 +35,12 @@ MONITORING_PACKAGES = ("prometheus",)
 NGINX = "nginx.service"
 PROMETHEUS = "prometheus.service"
 NODE_EXPORTER = "prometheus-node-exporter.service"
+GRAFANA = "grafana-server.service"
+
+# Files of others that decide whether a daemon is ours to set up.
+PROMETHEUS_YML = "/etc/prometheus/prometheus.yml"
+PROMETHEUS_DEFAULTS = "/etc/default/prometheus"
+EXPORTER_DEFAULTS = "/etc/default/prometheus-node-exporter"
 
 SCRIPTS = resources.files("vllm_fleet.onhost")
 TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf-8")
@@ -172,8 +179,9 @@ def asked() -> str:
                     "grafana",
                 }
             ),
-            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, "grafana-server.service"],
+            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, GRAFANA],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
+            "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS],
         }
     )
 
@@ -254,9 +262,14 @@ def card_refusals(spec: HostSpec, state: HostState) -> list[str]:
             "or set `device` to rocm or cpu"
         ]
     reasons = []
-    holders = {h["uuid"]: h for h in state.cards.get("holders", ())}
     for instance in spec.instances:
-        for index in instance.cards if not isinstance(instance.cards, str) else ():
+        if isinstance(instance.cards, str):
+            reasons.append(
+                f"{spec.name}: instance {instance.name}: cards {instance.cards!r}: a count and "
+                "kind is not resolved yet; write the indices that nvidia-smi lists"
+            )
+            continue
+        for index in instance.cards:
             card = cards.get(index)
             if card is None:
                 reasons.append(
@@ -264,12 +277,12 @@ def card_refusals(spec: HostSpec, state: HostState) -> list[str]:
                     f"nvidia-smi lists {', '.join(map(str, cards))}"
                 )
                 continue
-            holder = holders.get(card.uuid)
-            if holder and not str(holder.get("unit")).startswith("vllm@"):
-                reasons.append(
-                    f"{spec.name}: card {index} of instance {instance.name} is held by "
-                    f"{described(holder)}: stop it, or give the instance other cards"
-                )
+            reasons += [
+                f"{spec.name}: card {index} of instance {instance.name} is held by "
+                f"{described(holder)}: stop it, or give the instance other cards"
+                for holder in state.cards.get("holders", ())
+                if holder["uuid"] == card.uuid and not str(holder.get("unit")).startswith("vllm@")
+            ]
     return reasons
 
 
@@ -431,7 +444,7 @@ def _host_plan(
                 )
     if monitors:
         packages.add("prometheus-node-exporter")
-        exporter = monitoring.host_files(spec)
+        exporter = _exporter(spec, state)
         files += exporter
         monitoring_services.append(_service(NODE_EXPORTER, restarts=exporter))
     if "gateway" in spec.groups:
@@ -450,13 +463,33 @@ def _host_plan(
         )
     if "monitoring" in spec.groups:
         packages |= set(MONITORING_PACKAGES)
+        own = monitoring.own_settings(
+            state.texts.get(PROMETHEUS_YML), state.texts.get(PROMETHEUS_DEFAULTS)
+        )
+        if own:
+            notices.append(
+                f"Prometheus is set up by somebody ({'; '.join(own)}): left as it is; add what "
+                f"{monitoring.FOLDER}/scrape.yml says to its configuration"
+            )
         watched = monitoring.files(
             spec,
             pools,
             {h.name: h.address for h in fleet.group("gateway")},
             {h.name: h.address for h in fleet.hosts},
+            keep_own=bool(own),
         )
         files += watched
+        boards = monitoring.grafana_files(spec)
+        files += boards
+        if settings.monitoring.grafana:
+            packages.add("grafana")
+            files += _grafana_source(settings.monitoring.grafana, inputs)
+            monitoring_services.append(_service(GRAFANA, restarts=boards))
+        else:
+            notices.append(
+                "Grafana: no package source (monitoring.grafana.apt_source); its data source and "
+                "dashboard lie ready in /etc/grafana"
+            )
         monitoring_services.append(
             _service(
                 PROMETHEUS,
@@ -482,6 +515,33 @@ def _host_plan(
         retired=tuple(sorted(_ours(state) - names)),
         notices=tuple(notices),
     )
+
+
+def _exporter(spec: HostSpec, state: HostState) -> list[ManagedFile]:
+    """Files of the node exporter; ValueError where its own defaults give one of our flags."""
+    files = monitoring.host_files(spec)
+    ours = re.findall(r"--([\w.-]+)", "\n".join(file.content for file in files))
+    for flag in monitoring.given_flags(state.texts.get(EXPORTER_DEFAULTS)):
+        if flag in ours:
+            raise ValueError(
+                f"{spec.name}: {EXPORTER_DEFAULTS}: ARGS: --{flag} is given by us too, and the "
+                "node exporter refuses a flag given twice: take it out there"
+            )
+    return files
+
+
+def _grafana_source(settings: Grafana, inputs: Inputs) -> list[ManagedFile]:
+    """The package source of Grafana, and its key where one is named."""
+    files = [
+        ManagedFile(
+            "/etc/apt/sources.list.d/vllm-fleet-grafana.list",
+            f"# {paths.MARK}\n{settings.apt_source}\n",
+        )
+    ]
+    if settings.key_file:
+        name = settings.key_file.rpartition("/")[2]
+        files.append(ManagedFile(f"/etc/apt/keyrings/{name}", inputs.apt_keys[settings.key_file]))
+    return files
 
 
 def _ours(state: HostState) -> set[str]:

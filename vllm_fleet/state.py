@@ -36,6 +36,7 @@ class HostState:
     weights: dict[str, dict[str, Any]]  # by path of the stamp: what it says, and "intact"
     loaded: dict[str, str] = field(default_factory=dict)  # checksum that a daemon last read
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)
+    texts: dict[str, str | None] = field(default_factory=dict)  # of files of others, by path
 
     def to_json(self) -> dict[str, Any]:
         """For pyinfra's debug output."""

@@ -1,10 +1,10 @@
 """What a host is like now, as one JSON object on standard output.
 
 Runs as root with the host's own Python, standard library only, and changes nothing. The one
-argument is a JSON object: ``{"packages": [...], "units": [...], "disks": [...]}``; what is
-looked at beyond that is fixed here, files above all: those in our manifest. Every part
-stands alone: what cannot be read is left out or says why, so that one odd host never hides
-the rest.
+argument is a JSON object: ``{"packages": [...], "units": [...], "disks": [...], "texts":
+[paths]}``. What is looked at beyond that is fixed here, the files in our manifest above all.
+Every part stands alone: what cannot be read is left out or says why, so that one odd host
+never hides the rest.
 """
 
 import glob
@@ -324,6 +324,7 @@ def main() -> None:
             for path in glob.glob(f"{STATE}/loaded/*")
         },
         "instances": instances(),
+        "texts": {path: read(path) for path in asked["texts"]},
     }
     json.dump(state, sys.stdout, separators=(",", ":"))
     print()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from pyinfra import host
 from pyinfra.api import StringCommand, operation
@@ -21,6 +21,7 @@ CHECKS = (
         ("promtool", "check", "config", "/etc/prometheus/vllm-fleet.yml"),
     ),
 )
+APT_FILES = ("/etc/apt/sources.list.d/", "/etc/apt/keyrings/")
 APT = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -q"
 
 
@@ -30,6 +31,9 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
     if not plan.missing_packages:
         host.noop("every package is installed")
         return
+    sources = [file for file in plan.changed_files if file.path.startswith(APT_FILES)]
+    if sources:
+        yield Script(*inline("apply.py"), order=_order(sources))
     proxy = plan.spec.settings.proxy
     exports = "".join(
         f"export {name}={shlex.quote(value)}; "
@@ -58,21 +62,24 @@ def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand,
     if not changed and not removed:
         host.noop("every file is as wanted")
         return
-    order = {
-        "files": [_order(file) for file in changed],
-        "remove": list(removed),
-        "checks": [{"paths": list(where), "command": list(command)} for where, command in CHECKS],
-    }
-    yield Script(*inline("apply.py"), order=order)
+    yield Script(*inline("apply.py"), order=_order(changed, removed))
 
 
-def _order(file: ManagedFile) -> dict[str, str]:
+def _order(files: Sequence[ManagedFile], remove: Sequence[str] = ()) -> dict[str, object]:
+    """What onhost/apply.py is told."""
     return {
-        "path": file.path,
-        "content": file.content,
-        "mode": oct(file.mode)[2:],
-        "owner": file.owner,
-        "group": file.group,
+        "files": [
+            {
+                "path": file.path,
+                "content": file.content,
+                "mode": oct(file.mode)[2:],
+                "owner": file.owner,
+                "group": file.group,
+            }
+            for file in files
+        ],
+        "remove": list(remove),
+        "checks": [{"paths": list(where), "command": list(command)} for where, command in CHECKS],
     }
 
 

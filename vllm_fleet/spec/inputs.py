@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from vllm_fleet.spec.complaints import Complaint, SpecError
 from vllm_fleet.spec.model import Fleet, HostSpec, Instance
 
 
@@ -18,6 +19,7 @@ class Inputs:
     keys: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # (name, key)
     tls: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
+    apt_keys: dict[str, str] = field(default_factory=dict)
 
     def lock(self, spec: HostSpec, version: str) -> str | None:
         """Text of the lock that a host uses for a version; None where it uses none."""
@@ -67,6 +69,10 @@ def read_inputs(fleet: Fleet) -> Inputs:
             for instance in spec.instances:
                 path = lock_path(spec.settings.vllm_lock, version_of(spec, instance))
                 inputs.locks[path] = (root / path).read_text(encoding="utf-8")
+    for spec in fleet.group("monitoring"):
+        grafana = spec.settings.monitoring.grafana
+        if grafana and grafana.key_file:
+            inputs.apt_keys[grafana.key_file] = _armoured(root, grafana.key_file)
     for spec in fleet.group("gateway"):
         if keys := spec.settings.api_keys:
             listed = yaml.safe_load((root / keys.file).read_text(encoding="utf-8"))
@@ -75,3 +81,12 @@ def read_inputs(fleet: Fleet) -> Inputs:
             for path in (tls.certificate, tls.key):
                 inputs.tls[path] = (root / path).read_text(encoding="utf-8")
     return inputs
+
+
+def _armoured(root: Path, path: str) -> str:
+    """Text of a signing key; SpecError where it is the binary form."""
+    try:
+        return (root / path).read_text(encoding="ascii")
+    except UnicodeDecodeError:
+        text = "is a binary key; give its text form: gpg --enarmor < KEY > KEY.asc"
+        raise SpecError([Complaint(path, 0, 0, "monitoring.grafana.key_file", text)]) from None

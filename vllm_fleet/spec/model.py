@@ -250,13 +250,13 @@ class Grafana(Settings):
     apt_source: OneLine = Field(
         description="One line of an apt source that holds the package `grafana`.",
         examples=[
-            "deb [signed-by=/etc/apt/keyrings/grafana.gpg] https://mirror/grafana stable main"
+            "deb [signed-by=/etc/apt/keyrings/grafana.asc] https://mirror/grafana stable main"
         ],
     )
     key_file: OneLine | None = Field(
         None,
-        description="Signing key on the operator's machine, put to /etc/apt/keyrings.",
-        examples=["files/grafana.gpg"],
+        description="Signing key (text, .asc) on the operator's machine, for /etc/apt/keyrings.",
+        examples=["files/grafana.asc"],
     )
 
 

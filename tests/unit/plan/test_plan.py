@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet.plan import HostPlan, Refusal, plan_fleet
-from vllm_fleet.spec.inputs import Inputs
+from vllm_fleet.spec.inputs import Inputs, read_inputs
 
 
 def plans(root: Path, inputs: Inputs | None = None, **changes: Any) -> dict[str, HostPlan]:
@@ -79,7 +79,7 @@ def test_a_host_that_is_as_wanted_needs_nothing(tmp_path: Path) -> None:
         assert not plan.to_start()
         assert not plan.to_restart()
         assert not plan.retired
-        assert not plan.notices
+        assert all("Grafana: no package source" in notice for notice in plan.notices)
 
 
 def test_a_process_with_old_settings_is_restarted_also_when_the_files_are_new(
@@ -205,6 +205,46 @@ def test_a_card_that_is_missing_or_held_is_named(tmp_path: Path) -> None:
     first, second = refusal.value.reasons
     assert "card 0 of instance glm-a is held by pid 77 of bob" in first
     assert "qwen-a wants card 2; nvidia-smi lists 0, 1" in second
+
+
+def test_a_count_and_kind_of_cards_is_refused_until_it_can_be_resolved(tmp_path: Path) -> None:
+    found = fleet(tmp_path, all=ALL.replace("cards: [2]", "cards: 1 x L40S"))
+    with pytest.raises(Refusal, match=r"gpu-1: instance qwen-a: cards '1 x L40S'.*indices"):
+        plan_fleet(found, states(found), Inputs())
+
+
+def test_a_prometheus_of_somebody_is_left_as_it_is(tmp_path: Path) -> None:
+    text = "scrape_configs:\n- job_name: mine\n  static_configs: [{targets: ['db:9187']}]\n"
+    plan = plans(tmp_path, gw_1={"texts": {"/etc/prometheus/prometheus.yml": text}})["gw-1"]
+    ours = {f.path for f in plan.files}
+    assert "/etc/prometheus/vllm-fleet/scrape.yml" in ours
+    assert "/etc/prometheus/vllm-fleet.yml" not in ours
+    assert not any("prometheus.service.d" in path for path in ours)
+    assert any("job 'mine'" in notice for notice in plan.notices)
+
+
+def test_a_flag_that_the_node_exporter_would_get_twice_is_refused(tmp_path: Path) -> None:
+    text = 'ARGS="--collector.textfile.directory=/srv/prom"\n'
+    with pytest.raises(Refusal, match=r"gpu-2: .*node-exporter: ARGS: --collector\.textfile"):
+        plans(tmp_path, gpu_2={"texts": {"/etc/default/prometheus-node-exporter": text}})
+
+
+def test_grafana_comes_from_the_source_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "grafana.asc").write_text("-----BEGIN PGP PUBLIC KEY BLOCK-----\n")
+    source = "deb [signed-by=/etc/apt/keyrings/grafana.asc] http://mirror.lan/grafana stable main"
+    found = fleet(
+        tmp_path,
+        monitoring=f"monitoring: {{grafana: {{apt_source: '{source}', "
+        "key_file: files/grafana.asc}}\n",
+    )
+    plan = plan_fleet(found, states(found), read_inputs(found))["gw-1"]
+    files = {f.path: f.content for f in plan.files}
+    assert "grafana" in plan.packages
+    assert source in files["/etc/apt/sources.list.d/vllm-fleet-grafana.list"]
+    assert "BEGIN PGP" in files["/etc/apt/keyrings/grafana.asc"]
+    assert any(s.unit == "grafana-server.service" for s in plan.monitoring_services)
+    assert not plan.notices
 
 
 def test_every_host_is_told_of_at_once(tmp_path: Path) -> None:
