@@ -95,12 +95,14 @@ def test_a_serving_instance_is_sandboxed_and_runs_as_nobody_much(deployed: Deplo
 
 
 def test_no_key_is_in_an_argument_a_log_or_a_readable_file(deployed: Deployed) -> None:
+    # By standard input, for sudo writes command lines into the journal.
+    look = (
+        "cat >/run/pattern; "
+        "grep -rlF -f /run/pattern /etc /var/log /opt/vllm/lib /usr/share/vllm-fleet 2>/dev/null; "
+        "ps axww -o args | grep -F -f /run/pattern; rm /run/pattern"
+    )
     for name in (*GPU_HOSTS, "demo-gw"):
-        found = deployed.bed.host(name).sh(
-            f"grep -rlF {deployed.key} /etc /var/log /opt/vllm/lib /usr/share/vllm-fleet "
-            f"2>/dev/null; ps axww -o args | grep -F {deployed.key} | grep -v grep",
-            check=False,
-        )
+        found = deployed.bed.host(name).sh(look, check=False, stdin=deployed.key + "\n")
         assert found.stdout.strip() == "", f"{name}: {found.stdout}"
 
 
