@@ -68,6 +68,11 @@ def refused(operator: Operator, *words: str) -> str:
     return done.stdout
 
 
+def write(host: Host, path: str, text: str, mode: str = "644") -> None:
+    """Write a file on a running host."""
+    host.sh(f"cat >{path}; chmod {mode} {path}", stdin=text)
+
+
 def untouched(host: Host) -> None:
     """Nothing of ours is on the host."""
     left = host.sh("ls -d /opt/vllm /etc/vllm /var/lib/vllm /etc/nginx 2>/dev/null", check=False)
@@ -77,7 +82,7 @@ def untouched(host: Host) -> None:
 def test_a_system_that_is_not_supported(small: Callable[..., tuple[Host, Operator]]) -> None:
     host, operator = small()
     host.sh("rm /etc/os-release")
-    host.put("/etc/os-release", 'ID=rocky\nVERSION_ID=9.4\nPRETTY_NAME="Rocky 9.4"\n')
+    write(host, "/etc/os-release", 'ID=rocky\nVERSION_ID=9.4\nPRETTY_NAME="Rocky 9.4"\n')
     refused(operator, "small: Rocky 9.4 is not supported", "Debian 12", "nothing was changed")
     untouched(host)
 
@@ -113,7 +118,7 @@ def test_a_card_that_a_stranger_holds_or_that_is_missing(
         {"name": "two", "hosts": ["small"], "model": "glm-4-tiny", "port": 8002, "cards": [1]},
     ]
     host, operator = small({"device": "cuda", "instances": instances})
-    host.put("/usr/bin/nvidia-smi", NVIDIA_SMI, 0o755)
+    write(host, "/usr/bin/nvidia-smi", NVIDIA_SMI, "755")
     host.sh("setsid -f sleep 600; pgrep -n sleep >/run/holder")
     refused(
         operator,
@@ -194,7 +199,7 @@ def test_weights_that_cannot_be_had(
     spec = found.host("small")
     order = release.order(spec.settings, "0.32.0", read_inputs(found).lock(spec, "0.32.0"))
     host.sh(f"mkdir -p /opt/vllm/releases/{order['id']}")
-    host.put(f"/opt/vllm/releases/{order['id']}/release.json", "{}")
+    write(host, f"/opt/vllm/releases/{order['id']}/release.json", "{}")
     if fault:
         hub.switch(bed.hub, fault)
     try:
