@@ -17,6 +17,7 @@ UNITS = "/etc/systemd/system"
 SCRIPTS = ("gate", "before_start", "warmup", "stop")  # in vllm_fleet/gate, put to paths.LIB
 START_LIMIT_BURST = 4
 SHUTDOWN_SECONDS = 30  # from SIGTERM to SIGKILL; stop.py has the same
+JOURNAL_GIB = 4
 SLACK_SECONDS = 30  # by which systemd's limits come after the scripts' own
 
 # What the plan decides, and the gate and warm-up rely on.
@@ -87,6 +88,15 @@ def host_files(device: Device, *, hold_driver_packages: bool = True) -> list[Man
             )
         )
     return shared
+
+
+def journal_limits() -> ManagedFile:
+    """Disk that the journal may take: engines log for months, and the root disk is small.
+
+    Core dumps are off by the unit itself (LimitCORE): one would be as large as the cards.
+    """
+    text = f"# {paths.MARK}\n[Journal]\nSystemMaxUse={JOURNAL_GIB}G\n"
+    return ManagedFile("/etc/systemd/journald.conf.d/vllm-fleet.conf", text)
 
 
 def running_checksum(instance: PlannedInstance) -> str:

@@ -36,6 +36,7 @@ NGINX = "nginx.service"
 PROMETHEUS = "prometheus.service"
 NODE_EXPORTER = "prometheus-node-exporter.service"
 GRAFANA = "grafana-server.service"
+JOURNALD = "systemd-journald.service"
 
 # Files of others that decide whether a daemon is ours to set up.
 PROMETHEUS_YML = "/etc/prometheus/prometheus.yml"
@@ -179,7 +180,7 @@ def asked() -> str:
                     "grafana",
                 }
             ),
-            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, GRAFANA],
+            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS],
         }
@@ -432,6 +433,9 @@ def _host_plan(
         )
         if token := inputs.hub_token(spec):
             files.append(ManagedFile(paths.HUB_TOKEN, token, mode=0o600, secret=True))
+        limits = vllm.journal_limits()
+        files.append(limits)
+        monitoring_services.append(_service(JOURNALD, restarts=[limits]))
         for one, declared in zip(instances, spec.instances, strict=True):
             files += vllm.files(one)
             build = _release(spec, version_of(spec, declared), inputs)

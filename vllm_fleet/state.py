@@ -48,4 +48,4 @@ class HostState:
 
     def enabled(self, unit: str) -> bool:
         """Whether a unit starts at boot."""
-        return self.units.get(unit, {}).get("UnitFileState") == "enabled"
+        return self.units.get(unit, {}).get("UnitFileState") in ("enabled", "static")

@@ -7,8 +7,10 @@ pyinfra merges operations of equal position over hosts and shows one name for al
 
 from __future__ import annotations
 
-from pyinfra import state
-from pyinfra.context import ctx_host
+from pyinfra import logger
+from pyinfra.api import Host, State
+from pyinfra.api.exceptions import NestedOperationError
+from pyinfra.context import ctx_config, ctx_host
 from pyinfra.operations import python
 
 from vllm_fleet.deploys.fleet import fleet_plans, my_plan
@@ -83,11 +85,12 @@ def retire(plan: HostPlan | None) -> None:
     hosts.files(name="Files no longer in the plan", plan=plan, keep_removed=False)
 
 
-def replace_in_turn() -> None:
+def replace_in_turn(state: State, host: Host) -> bool:
     """Restart the instances that run with old settings, one after the other, in declared order.
 
     Each must be warm before the next one goes; the first failure ends it, so that the others
-    keep serving as they are. Raises RuntimeError then, which fails the run.
+    keep serving as they are. False then, which fails the run. pyinfra books it on the host that
+    carries this call: the lines printed name the real one.
     """
     turns: list[tuple[HostPlan, PlannedInstance]] = [
         (plan, one) for plan in fleet_plans().values() for one in plan.to_restart()
@@ -95,15 +98,19 @@ def replace_in_turn() -> None:
     by_name = {one.name: one for one in state.inventory}
     for number, (plan, one) in enumerate(turns, 1):
         target = by_name[plan.spec.name]
+        rest = f"{len(turns) - number} more keep their old settings and serve"
         if target not in state.active_hosts:
-            raise RuntimeError(
-                f"{target.name} failed earlier in this run: {one.name} and "
-                f"{len(turns) - number} more keep their old settings; mend it and deploy again"
+            logger.error(
+                f"{target.name} failed earlier in this run: {one.name} is as it was; {rest}"
             )
-        with ctx_host.use(target):
-            done = instances.replaced(name="Replace an instance", plan=plan, instance=one)
-        if done.did_error():
-            raise RuntimeError(
+            return False
+        try:
+            with ctx_config.use(state.config.copy()), ctx_host.use(target):
+                instances.replaced(name="Replace an instance", plan=plan, instance=one)
+        except NestedOperationError:
+            logger.error(
                 f"{target.name}: instance {one.name} did not come back with its new settings; "
-                f"{len(turns) - number} more keep their old ones and serve; see above for the cause"
+                f"{rest}; mend the cause told above and deploy again"
             )
+            return False
+    return True
