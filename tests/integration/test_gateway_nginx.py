@@ -24,7 +24,7 @@ from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available, free_ports, wait_for
 from tests.unit.gateway.fleet import pool, spec
 from vllm_fleet import gateway
-from vllm_fleet.plan import Pool
+from vllm_fleet.planned import Pool
 
 pytestmark = [
     pytest.mark.integration,
