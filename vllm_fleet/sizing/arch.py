@@ -108,7 +108,8 @@ class Model:
     #: places that must divide by TP: (what, number)
     divide: tuple[tuple[str, int], ...] = ()
     latent_heads: int = 0  # MLA: heads * (nope + v) * rank is copied when kv_b is quantised
-    latent_up: int = 0
+    latent_up: int = 0  # (nope + v) * rank
+    latent_rank: int = 0
     warnings: tuple[str, ...] = field(default=())
     generates: bool = True
     no_hybrid_manager: bool = False

@@ -962,6 +962,7 @@ def _deepseek(c: Keys, top: Keys) -> Model:
                 *((("expert width", expert_width),) if experts else ())),
         latent_heads=heads,
         latent_up=(nope + value) * rank,
+        latent_rank=rank,
     )
 
 

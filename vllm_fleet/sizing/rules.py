@@ -28,6 +28,10 @@ class Rules:
     reserves_cuda_graphs: bool
     #: v1/sample/ops/topk_topp_triton.py exists; before it, the profile run sorts whole logits
     triton_topk: bool
+    #: v1/worker/workspace.py: expert buffers are kept from layer to layer
+    keeps_workspace: bool
+    #: measured, GiB: CUDA modules loaded by the profile run (CUDA 12.8 wheels of old, then more)
+    modules_gib: float
     #: kv_cache_utils._report_kv_cache_config: tokens = int(concurrency * max_model_len)
     tokens_from_concurrency: bool
     #: config/vllm.py: max_in_flight_tokens; windows keep every batch in flight (async: two)
@@ -109,6 +113,8 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         gpu_memory_utilization=0.92 if minor >= 20 else 0.9,
         reserves_cuda_graphs=minor >= 20,
         triton_topk=minor >= 18,
+        keeps_workspace=minor >= 18,
+        modules_gib=0.24 if minor >= 18 else 0.145,
         tokens_from_concurrency=minor >= 21,
         in_flight_batches=2 if minor >= 26 else 1,
         null_block=minor >= 29,
