@@ -4,6 +4,7 @@
 >>> size(config, gpu=find_gpu("H100"), tp=2, vllm_version="0.21.0").kv_cache_tokens
 """
 
+from .choose import Choice, Choices, Traffic, choose
 from .core import Rank, Sizing, Spread, size
 from .errors import SizingError
 from .gpus import Gpu
@@ -12,6 +13,17 @@ from .gpus import from_smi as gpu_from_smi
 from .reader import load_config
 
 __all__ = [
-    "Gpu", "Rank", "Sizing", "SizingError", "Spread", "find_gpu", "gpu_from_smi", "load_config",
+    "Choice",
+    "Choices",
+    "Gpu",
+    "Rank",
+    "Sizing",
+    "SizingError",
+    "Spread",
+    "Traffic",
+    "choose",
+    "find_gpu",
+    "gpu_from_smi",
+    "load_config",
     "size",
 ]

@@ -100,7 +100,7 @@ class Sizing:
 
     def as_json(self) -> dict[str, Any]:
         """The JSON of ``fleet size``."""
-        out = {
+        return {
             "fits": self.fits,
             "weights_gib": round(self.weights_gib, 3),
             "kv_cache_gib": round(self.kv_cache_gib, 3),
@@ -118,12 +118,9 @@ class Sizing:
             "num_blocks": self.blocks,
             "block_size": self.block_size,
             "spread": {k: [round(v.low, 3), round(v.high, 3)] for k, v in self.spread.items()},
-            "ranks": [
-                {k: round(v, 3) for k, v in asdict(rank).items()} for rank in self.ranks
-            ],
+            "ranks": [{k: round(v, 3) for k, v in asdict(rank).items()} for rank in self.ranks],
             "settings": dict(self.settings),
         }
-        return out
 
 
 def _positive(name: str, value: int | None, *, least: int = 1) -> None:
@@ -141,8 +138,10 @@ def default_batch(
     """
     if found.big_card_batch and gpu.gib >= 160:
         seqs, tokens = 1024, 16384
-    elif gpu.gib >= 70 and not gpu.name.lower().startswith("a100") and not (
-        gpu.capability == (12, 1) and parse_version(found.version) >= (0, 33)
+    elif (
+        gpu.gib >= 70
+        and not gpu.name.lower().startswith("a100")
+        and not (gpu.capability == (12, 1) and parse_version(found.version) >= (0, 33))
     ):
         seqs, tokens = 1024, 16384 if offline else 8192
     else:
@@ -165,8 +164,14 @@ def kernel_block(model: Model, gpu: Gpu, kv_dtype: str) -> int:
     return 16
 
 
-def _kv_token(cache: Attention | Latent, parallel: Parallel, kv_dtype: str, element: float,
-              gpu: Gpu, sparse: bool) -> float:
+def _kv_token(
+    cache: Attention | Latent,
+    parallel: Parallel,
+    kv_dtype: str,
+    element: float,
+    gpu: Gpu,
+    sparse: bool,
+) -> float:
     """Bytes of one token in one layer on one card."""
     if isinstance(cache, Latent):
         if kv_dtype == "fp8_ds_mla" or (
@@ -216,9 +221,7 @@ def cache_specs(
     state_page: int | None = None
     align = False
     if model.hybrid:
-        attention = next(
-            e.cache for e in model.layers if isinstance(e.cache, Attention | Latent)
-        )
+        attention = next(e.cache for e in model.layers if isinstance(e.cache, Attention | Latent))
         state = next(e.cache for e in model.layers if isinstance(e.cache, State))
         token = int(_kv_token(attention, parallel, kv_dtype, element, gpu, model.indexed))
         size = _state_bytes(state, parallel, element, speculative)
@@ -238,9 +241,12 @@ def cache_specs(
                 continue
             if isinstance(cache, State):
                 mine[name] = Spec(
-                    "state", block if align else 1,
+                    "state",
+                    block if align else 1,
                     _state_bytes(cache, parallel, element, speculative),
-                    padded_page=state_page, align_mode=align, extra_blocks=speculative,
+                    padded_page=state_page,
+                    align_mode=align,
+                    extra_blocks=speculative,
                 )
                 continue
             token = int(_kv_token(cache, parallel, kv_dtype, element, gpu, model.indexed))
@@ -261,10 +267,12 @@ def bytes_per_token(specs: list[dict[str, Spec]], parallel: Parallel) -> float:
 
     Windows and states do not grow; a context split over DCP ranks takes its share.
     """
-    return max(
-        sum(s.token_bytes for s in mine.values() if s.kind in ("full", "mla"))
-        for mine in specs
-    ) / parallel.dcp
+    return (
+        max(
+            sum(s.token_bytes for s in mine.values() if s.kind in ("full", "mla")) for mine in specs
+        )
+        / parallel.dcp
+    )
 
 
 def size(
@@ -312,26 +320,29 @@ def size(
         gpu = Gpu(f"{gpu_memory_gib:g} GiB", gpu_memory_gib, known=False)
     elif gpu_memory_gib is not None:
         gpu = Gpu(gpu.name, gpu_memory_gib, gpu.capability, gpu.sms, gpu.nvlink, gpu.unified)
-    for name, value in (("tp", tp), ("pp", pp), ("dcp", dcp), ("dp", dp),
-                        ("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs),
-                        ("max_num_batched_tokens", max_num_batched_tokens),
-                        ("block_size", block_size)):
+    for name, value in (
+        ("tp", tp),
+        ("pp", pp),
+        ("dcp", dcp),
+        ("dp", dp),
+        ("max_model_len", max_model_len),
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+        ("block_size", block_size),
+    ):
         _positive(name, value)
     _positive("speculative_tokens", speculative_tokens, least=0)
     found = rules(vllm_version)
     warnings: list[str] = []
     if not found.known:
-        warnings.append(
-            f"vLLM {found.version} is outside 0.18 to 0.33; the nearest rules are used"
-        )
+        warnings.append(f"vLLM {found.version} is outside 0.18 to 0.33; the nearest rules are used")
     if not gpu.known:
         warnings.append(
             f"compute capability and multiprocessors of a {gpu.name} card are not known; those "
             "of an H100 are used"
         )
     utilization = (
-        found.gpu_memory_utilization if gpu_memory_utilization is None
-        else gpu_memory_utilization
+        found.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
     )
     if not 0 < utilization <= 1:
         raise SizingError(
@@ -358,8 +369,7 @@ def size(
     element = element_bytes(used_dtype)
     if kv_cache_dtype not in KV_DTYPES:
         raise SizingError(
-            f"kv_cache_dtype {kv_cache_dtype!r} is not sized here; known: "
-            f"{', '.join(KV_DTYPES)}."
+            f"kv_cache_dtype {kv_cache_dtype!r} is not sized here; known: {', '.join(KV_DTYPES)}."
         )
     kv_dtype = kv_cache_dtype
     if kv_dtype == "auto" and quant.kv_cache is not None:
@@ -377,16 +387,18 @@ def size(
     seqs = max_num_seqs or min(seqs, tokens)
     if seqs > tokens:
         raise SizingError(
-            f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}; vLLM refuses "
-            "that."
+            f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}; vLLM refuses that."
         )
     if speculative_tokens and not model.draft:
         raise SizingError(
             f"{where}: speculative tokens are asked for, but the model has no MTP layer."
         )
     v2 = found.uses_v2_runner(
-        model.architecture, moe=model.moe, quantised=quant.method != "none",
-        hybrid=model.hybrid, generates=model.generates,
+        model.architecture,
+        moe=model.moe,
+        quantised=quant.method != "none",
+        hybrid=model.hybrid,
+        generates=model.generates,
     )
     in_flight = 1
     if found.in_flight_batches > 1:
@@ -394,8 +406,15 @@ def size(
     limits = Limits(length, tokens, in_flight, dcp)
 
     specs, block = cache_specs(
-        model, parallel, kv_dtype=kv_dtype, element=element, gpu=gpu, found=found,
-        block_size=block_size, prefix_caching=prefix_caching, speculative=speculative_tokens,
+        model,
+        parallel,
+        kv_dtype=kv_dtype,
+        element=element,
+        gpu=gpu,
+        found=found,
+        block_size=block_size,
+        prefix_caching=prefix_caching,
+        speculative=speculative_tokens,
     )
     merged = {name: spec for mine in specs for name, spec in mine.items()}
     groups = group_layers(merged, found)
@@ -409,11 +428,18 @@ def size(
     minor = min(parse_version(found.version)[1], 33)
     card = Card(gpu.capability)
     ranked = rank_weights(
-        model, parallel, quant, dtype=used_dtype, card=card, minor=minor,
-        draft=speculative_tokens > 0, vision=vision,
+        model,
+        parallel,
+        quant,
+        dtype=used_dtype,
+        card=card,
+        minor=minor,
+        draft=speculative_tokens > 0,
+        vision=vision,
     )
     totals = [
-        weights_gib * GIB if weights_gib is not None
+        weights_gib * GIB
+        if weights_gib is not None
         else w.total + _buffers_in_weights(model, tokens)
         for w in ranked
     ]
@@ -422,8 +448,15 @@ def size(
     warnings += _card_warnings(gpu, quant, kv_dtype, found, used_dtype)
 
     run = memory.Run(
-        tokens=tokens, seqs=seqs, max_model_len=length, element=element, eager=enforce_eager,
-        v2=v2, speculative=speculative_tokens, block=block, see=vision,
+        tokens=tokens,
+        seqs=seqs,
+        max_model_len=length,
+        element=element,
+        eager=enforce_eager,
+        v2=v2,
+        speculative=speculative_tokens,
+        block=block,
+        see=vision,
     )
     requested = math.ceil(gpu.gib * GIB * utilization)
     spans = rank_layers(len(model.layers), pp)
@@ -446,8 +479,12 @@ def size(
         highs.append(int(high))
         ranks.append(
             Rank(
-                len(span), totals[index] / GIB, need.activation.bytes / GIB,
-                need.non_torch.bytes / GIB, need.graphs.bytes / GIB, free / GIB,
+                len(span),
+                totals[index] / GIB,
+                need.activation.bytes / GIB,
+                need.non_torch.bytes / GIB,
+                need.graphs.bytes / GIB,
+                free / GIB,
             )
         )
 
@@ -560,8 +597,9 @@ def _compare_stored(
     minor: int,
 ) -> list[str]:
     """Checks the computed weights against the safetensors headers."""
-    alone = rank_weights(model, Parallel(), quant, dtype=dtype, card=card, minor=minor,
-                         draft=stored.has_draft)
+    alone = rank_weights(
+        model, Parallel(), quant, dtype=dtype, card=card, minor=minor, draft=stored.has_draft
+    )
     computed = sum(w.total for w in alone)
     difference = computed / stored.bytes - 1
     if abs(difference) <= 0.03:

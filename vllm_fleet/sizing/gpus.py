@@ -38,8 +38,12 @@ def _plain(name: str) -> str:
 
 def _gpu(row: dict[str, Any]) -> Gpu:
     return Gpu(
-        row["name"], row["gib"], (row["capability"][0], row["capability"][1]), row["sms"],
-        row["nvlink"], bool(row.get("unified")),
+        row["name"],
+        row["gib"],
+        (row["capability"][0], row["capability"][1]),
+        row["sms"],
+        row["nvlink"],
+        bool(row.get("unified")),
     )
 
 

@@ -181,7 +181,8 @@ class Pool:
     def request_blocks(self, limits: Limits) -> int:
         """Blocks of one request of max_model_len."""
         return sum(
-            max(s.request_pages(limits) for s in g.specs) if g.per_layer
+            max(s.request_pages(limits) for s in g.specs)
+            if g.per_layer
             else g.spec.request_pages(limits)
             for g in self.groups
         )
@@ -201,8 +202,7 @@ def pool(groups: Sequence[Group], names: Mapping[str, Spec] | None = None) -> Po
     if not held:
         return Pool(mine, 1)
     width = max(
-        sum(s.page for s in g.specs) if g.per_layer else len(g.layers) * g.spec.page
-        for g in held
+        sum(s.page for s in g.specs) if g.per_layer else len(g.layers) * g.spec.page for g in held
     )
     return Pool(mine, width)
 

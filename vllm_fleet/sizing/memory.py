@@ -125,8 +125,8 @@ def expert_workspace(
     layer = next((entry for entry in model.layers if entry.experts), None)
     if layer is None:
         return 0.0
-    width = layer.expert_width if parallel.expert_parallel else cdiv(
-        layer.expert_width, parallel.tp
+    width = (
+        layer.expert_width if parallel.expert_parallel else cdiv(layer.expert_width, parallel.tp)
     )
     rows = run.tokens * layer.top_k
     scheme = quant.scheme(f"model.layers.{layer.index}.mlp.experts", "expert")
@@ -203,8 +203,10 @@ def non_torch(parallel: Parallel, gpu: Gpu, rules: Rules, *, last: bool) -> Term
     more (two H100) to 1.9 (four); over PCIe some 0.4, with a wide range.
     """
     modules = rules.modules_gib * GIB
-    base = Term(modules, modules * 0.75, modules * 1.3) if last else Term(
-        0.07 * GIB, 0.05 * GIB, 0.2 * GIB
+    base = (
+        Term(modules, modules * 0.75, modules * 1.3)
+        if last
+        else Term(0.07 * GIB, 0.05 * GIB, 0.2 * GIB)
     )
     if parallel.tp > 1:
         if gpu.nvlink:
@@ -272,8 +274,9 @@ def needs(
     always = workspace + cublas_workspace(gpu) + seen_kept
     # Sampling is known to a few per cent; what a compiled forward pass holds, less well.
     if peak_sampler >= peak_forward:
-        peak = Term(peak_sampler, peak_sampler * 0.98, max(peak_sampler * 1.02,
-                                                          peak_forward * 1.25))
+        peak = Term(
+            peak_sampler, peak_sampler * 0.98, max(peak_sampler * 1.02, peak_forward * 1.25)
+        )
     else:
         peak = Term(peak_forward, max(peak_sampler, peak_forward * 0.75), peak_forward * 1.25)
     activation = peak + Term.of(always, 0.05)

@@ -135,16 +135,17 @@ def build(config: Mapping[str, Any], where: str = "config.json") -> Model:
     model = BUILDERS[name](inner, top)
     if defaulted:
         warnings.append(
-            "taken from the model class's defaults, absent in config.json: "
-            + ", ".join(defaulted)
+            "taken from the model class's defaults, absent in config.json: " + ", ".join(defaulted)
         )
     return Model(
         **{
             **model.__dict__,
             "architecture": names[0],
             "warnings": (*warnings, *model.warnings),
-            "dtype": str(inner.get("dtype", "torch_dtype", default=None)
-                         or top.get("dtype", "torch_dtype", default="bfloat16")),
+            "dtype": str(
+                inner.get("dtype", "torch_dtype", default=None)
+                or top.get("dtype", "torch_dtype", default="bfloat16")
+            ),
             "generates": model.generates and not pooling,
         }
     )
@@ -201,8 +202,16 @@ def _mlp_weights(prefix: str, hidden: int, width: int, *, bias: bool = False) ->
 
 
 def _expert_weights(
-    prefix: str, hidden: int, width: int, count: int, *, gate_element: float | None = None,
-    gate_bias: bool = False, correction: bool = False, gate: str = "gate", bias: bool = False,
+    prefix: str,
+    hidden: int,
+    width: int,
+    count: int,
+    *,
+    gate_element: float | None = None,
+    gate_bias: bool = False,
+    correction: bool = False,
+    gate: str = "gate",
+    bias: bool = False,
 ) -> list[Weight]:
     weights = [
         Weight(f"{prefix}.{gate}", count, hidden, element=gate_element, bias=gate_bias),
@@ -245,8 +254,7 @@ def _window_of(c: Keys, kind: str, window: Any) -> int | None:
     if kind == "sliding_attention":
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             raise SizingError(
-                f"{c.where}: layer_types has sliding_attention, but sliding_window is "
-                f"{window!r}."
+                f"{c.where}: layer_types has sliding_attention, but sliding_window is {window!r}."
             )
         return window
     raise SizingError(
@@ -324,7 +332,13 @@ def _dense(
         p = f"{prefix}.layers.{i}"
         weights = [
             *_attention_weights(
-                f"{p}.self_attn", hidden, heads, kv, head, bias=bias, out_bias=out_bias,
+                f"{p}.self_attn",
+                hidden,
+                heads,
+                kv,
+                head,
+                bias=bias,
+                out_bias=out_bias,
                 qk_norm=head if qk_norm else 0,
             ),
             *_mlp_weights(f"{p}.mlp", hidden, width, bias=mlp_bias),
@@ -332,8 +346,12 @@ def _dense(
         ]
         layers.append(
             Layer(
-                i, Attention(kv, head, head, windows[i]), tuple(weights), mlp=width,
-                qkv=(heads + 2 * kv) * head, attention_out=heads * head,
+                i,
+                Attention(kv, head, head, windows[i]),
+                tuple(weights),
+                mlp=width,
+                qkv=(heads + 2 * kv) * head,
+                attention_out=heads * head,
             )
         )
     return Model(
@@ -356,8 +374,9 @@ def _dense(
 def _llama(c: Keys, top: Keys) -> Model:
     """llama.py"""
     bias = c.flag("attention_bias", default=False) or c.flag("bias", default=False)
-    return _dense(c, top, "llama", bias=bias, out_bias=bias,
-                  mlp_bias=c.flag("mlp_bias", default=False))
+    return _dense(
+        c, top, "llama", bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias", default=False)
+    )
 
 
 @architecture("MistralForCausalLM")
@@ -407,8 +426,7 @@ def _glm(c: Keys, top: Keys) -> Model:
 @architecture("Glm4ForCausalLM")
 def _glm4(c: Keys, top: Keys) -> Model:
     """glm4.py: two more norms a layer"""
-    return _dense(c, top, "glm4", bias=c.flag("attention_bias", default=False), norms=4,
-                  rotary=0.5)
+    return _dense(c, top, "glm4", bias=c.flag("attention_bias", default=False), norms=4, rotary=0.5)
 
 
 @architecture("ChatGLMModel", "ChatGLMForConditionalGeneration", "GLM4VForCausalLM")
@@ -419,7 +437,8 @@ def _chatglm(c: Keys, top: Keys) -> Model:
     head = c.number("kv_channels", default=hidden // heads)
     kv = (
         c.number("multi_query_group_num")
-        if c.flag("multi_query_attention", default=False) else heads
+        if c.flag("multi_query_attention", default=False)
+        else heads
     )
     count = c.number("num_layers", "num_hidden_layers")
     width = c.number("ffn_hidden_size")
@@ -431,14 +450,21 @@ def _chatglm(c: Keys, top: Keys) -> Model:
     for i in range(count):
         p = f"transformer.encoder.layers.{i}"
         weights = [
-            *_attention_weights(f"{p}.self_attention", hidden, heads, kv, head, bias=qkv_bias,
-                                out_bias=linear_bias),
+            *_attention_weights(
+                f"{p}.self_attention", hidden, heads, kv, head, bias=qkv_bias, out_bias=linear_bias
+            ),
             *_mlp_weights(f"{p}.mlp", hidden, width, bias=linear_bias),
             _norms(p, hidden, 2),
         ]
         layers.append(
-            Layer(i, Attention(kv, head, head), tuple(weights), mlp=width,
-                  qkv=(heads + 2 * kv) * head, attention_out=heads * head)
+            Layer(
+                i,
+                Attention(kv, head, head),
+                tuple(weights),
+                mlp=width,
+                qkv=(heads + 2 * kv) * head,
+                attention_out=heads * head,
+            )
         )
     eye = c.inner("vision_config") or top.inner("vision_config")
     return Model(
@@ -464,8 +490,16 @@ def _gemma3(c: Keys, top: Keys) -> Model:
     count = c.number("num_hidden_layers")
     pattern = c.get("sliding_window_pattern", "_sliding_window_pattern")
     windows = _windows(c, count, pattern=int(pattern) if pattern else None)
-    model = _dense(c, top, "gemma3", bias=c.flag("attention_bias", default=False), qk_norm=True,
-                   norms=4, windows=windows, tied=True)
+    model = _dense(
+        c,
+        top,
+        "gemma3",
+        bias=c.flag("attention_bias", default=False),
+        qk_norm=True,
+        norms=4,
+        windows=windows,
+        tied=True,
+    )
     head = model.layers[0].cache
     width = head.head if isinstance(head, Attention) else 0
     eye = top.inner("vision_config") if top is not c else None
@@ -473,7 +507,8 @@ def _gemma3(c: Keys, top: Keys) -> Model:
     return _with(
         model,
         every=(_rotary(model.max_len, width), _rotary(model.max_len, width)),
-        vision=_siglip_tower(eye, model.hidden) if eye is not None and "text_config" in top.data
+        vision=_siglip_tower(eye, model.hidden)
+        if eye is not None and "text_config" in top.data
         else None,
     )
 
@@ -484,7 +519,8 @@ def _gemma2(c: Keys, top: Keys) -> Model:
     count = c.number("num_hidden_layers")
     width = c.number("sliding_window")
     windows: list[int | None] = (
-        _windows(c, count) if c.names("layer_types") is not None
+        _windows(c, count)
+        if c.names("layer_types") is not None
         else [width if i % 2 == 0 else None for i in range(count)]
     )
     return _dense(c, top, "gemma2", norms=4, windows=windows, tied=True)
@@ -519,13 +555,15 @@ def _gemma4(c: Keys, top: Keys) -> Model:
         h = c.number("global_head_dim", default=head) if full else head
         k = (
             c.number("num_global_key_value_heads", default=kv)
-            if full and c.flag("attention_k_eq_v", default=False) else kv
+            if full and c.flag("attention_k_eq_v", default=False)
+            else kv
         )
         borrowed = shared > 0 and i >= count - shared
         w = width * (2 if borrowed and c.flag("use_double_wide_mlp", default=False) else 1)
         weights = [
-            *_attention_weights(f"{p}.self_attn", hidden, heads, k, h, bias=bias, out_bias=bias,
-                                qk_norm=h),
+            *_attention_weights(
+                f"{p}.self_attn", hidden, heads, k, h, bias=bias, out_bias=bias, qk_norm=h
+            ),
             *_mlp_weights(f"{p}.mlp", hidden, w),
             _norms(p, hidden, 7 if routed else 4),
         ]
@@ -534,8 +572,9 @@ def _gemma4(c: Keys, top: Keys) -> Model:
             experts = c.number("num_experts")
             top_k = c.number("top_k_experts", "num_experts_per_tok")
             expert_width = c.number("moe_intermediate_size", "expert_intermediate_size")
-            weights += _expert_weights(f"{p}.moe", hidden, expert_width, experts,
-                                       gate="router.proj")
+            weights += _expert_weights(
+                f"{p}.moe", hidden, expert_width, experts, gate="router.proj"
+            )
             weights.append(Weight(f"{p}.router.scale", hidden + experts))
         if per_layer:
             weights += [
@@ -545,8 +584,14 @@ def _gemma4(c: Keys, top: Keys) -> Model:
             ]
         layers.append(
             Layer(
-                i, None if borrowed else Attention(k, h, h, window), tuple(weights), mlp=w,
-                qkv=(heads + 2 * k) * h, attention_out=heads * h, experts=experts, top_k=top_k,
+                i,
+                None if borrowed else Attention(k, h, h, window),
+                tuple(weights),
+                mlp=w,
+                qkv=(heads + 2 * k) * h,
+                attention_out=heads * h,
+                experts=experts,
+                top_k=top_k,
                 expert_width=expert_width,
             )
         )
@@ -554,10 +599,8 @@ def _gemma4(c: Keys, top: Keys) -> Model:
     if per_layer:
         rows = c.number("vocab_size_per_layer_input", default=vocab)
         first = [
-            Weight("model.embed_tokens_per_layer", rows, per_layer * count, "vocab",
-                   "embedding"),
-            Weight("model.per_layer_model_projection", per_layer * count, hidden, "out",
-                   "linear"),
+            Weight("model.embed_tokens_per_layer", rows, per_layer * count, "vocab", "embedding"),
+            Weight("model.per_layer_model_projection", per_layer * count, hidden, "out", "linear"),
         ]
     eye = top.inner("vision_config") if "text_config" in top.data else None
     wide = c.number("global_head_dim", default=head)
@@ -593,18 +636,25 @@ def _gpt_oss(c: Keys, top: Keys) -> Model:
     for i in range(count):
         p = f"model.layers.{i}"
         weights = [
-            *_attention_weights(f"{p}.self_attn", hidden, heads, kv, head, bias=True,
-                                out_bias=True),
+            *_attention_weights(
+                f"{p}.self_attn", hidden, heads, kv, head, bias=True, out_bias=True
+            ),
             Weight(f"{p}.sinks", heads, 1, "out"),
-            *_expert_weights(f"{p}.mlp", hidden, width, experts, gate="router", gate_bias=True,
-                             bias=True),
+            *_expert_weights(
+                f"{p}.mlp", hidden, width, experts, gate="router", gate_bias=True, bias=True
+            ),
             _norms(p, hidden, 2),
         ]
         layers.append(
             Layer(
-                i, Attention(kv, head, head, window if i % 2 == 0 else None), tuple(weights),
-                qkv=(heads + 2 * kv) * head, attention_out=heads * head, experts=experts,
-                top_k=top_k, expert_width=width,
+                i,
+                Attention(kv, head, head, window if i % 2 == 0 else None),
+                tuple(weights),
+                qkv=(heads + 2 * kv) * head,
+                attention_out=heads * head,
+                experts=experts,
+                top_k=top_k,
+                expert_width=width,
             )
         )
     return Model(
@@ -635,8 +685,7 @@ def _moe_layers(c: Keys, count: int, experts: int) -> list[bool]:
     return [i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(count)]
 
 
-def _qwen_moe(c: Keys, top: Keys, family: str, *, bias: bool, qk_norm: bool,
-              shared: bool) -> Model:
+def _qwen_moe(c: Keys, top: Keys, family: str, *, bias: bool, qk_norm: bool, shared: bool) -> Model:
     heads, kv, head, hidden = _dims(c)
     count = c.number("num_hidden_layers")
     experts = c.number("num_experts")
@@ -644,16 +693,15 @@ def _qwen_moe(c: Keys, top: Keys, family: str, *, bias: bool, qk_norm: bool,
     expert_width = c.number("moe_intermediate_size")
     routed = _moe_layers(c, count, experts)
     width = 0 if all(routed) else c.number("intermediate_size")
-    shared_width = (
-        c.number("shared_expert_intermediate_size", default=0, least=0) if shared else 0
-    )
+    shared_width = c.number("shared_expert_intermediate_size", default=0, least=0) if shared else 0
     vocab = c.number("vocab_size")
     layers = []
     for i in range(count):
         p = f"model.layers.{i}"
         weights = [
-            *_attention_weights(f"{p}.self_attn", hidden, heads, kv, head, bias=bias,
-                                qk_norm=head if qk_norm else 0),
+            *_attention_weights(
+                f"{p}.self_attn", hidden, heads, kv, head, bias=bias, qk_norm=head if qk_norm else 0
+            ),
             _norms(p, hidden, 2),
         ]
         if routed[i]:
@@ -665,9 +713,15 @@ def _qwen_moe(c: Keys, top: Keys, family: str, *, bias: bool, qk_norm: bool,
             weights += _mlp_weights(f"{p}.mlp", hidden, width)
         layers.append(
             Layer(
-                i, Attention(kv, head, head), tuple(weights), mlp=0 if routed[i] else width,
-                qkv=(heads + 2 * kv) * head, attention_out=heads * head,
-                experts=experts if routed[i] else 0, top_k=top_k, expert_width=expert_width,
+                i,
+                Attention(kv, head, head),
+                tuple(weights),
+                mlp=0 if routed[i] else width,
+                qkv=(heads + 2 * kv) * head,
+                attention_out=heads * head,
+                experts=experts if routed[i] else 0,
+                top_k=top_k,
+                expert_width=expert_width,
                 shared_width=shared_width if routed[i] else 0,
             )
         )
@@ -718,9 +772,16 @@ def _mixtral(c: Keys, top: Keys) -> Model:
             _norms(p, hidden, 2),
         ]
         layers.append(
-            Layer(i, Attention(kv, head, head, int(window) if window else None), tuple(weights),
-                  qkv=(heads + 2 * kv) * head, attention_out=heads * head, experts=experts,
-                  top_k=c.number("num_experts_per_tok"), expert_width=width)
+            Layer(
+                i,
+                Attention(kv, head, head, int(window) if window else None),
+                tuple(weights),
+                qkv=(heads + 2 * kv) * head,
+                attention_out=heads * head,
+                experts=experts,
+                top_k=c.number("num_experts_per_tok"),
+                expert_width=width,
+            )
         )
     return Model(
         architecture="",
@@ -750,18 +811,37 @@ def _minimax_m2(c: Keys, top: Keys) -> Model:
     for i in range(count):
         p = f"model.layers.{i}"
         weights = [
-            *_attention_weights(f"{p}.self_attn", hidden, heads, kv, head,
-                                bias=c.flag("attention_bias", default=False)),
+            *_attention_weights(
+                f"{p}.self_attn",
+                hidden,
+                heads,
+                kv,
+                head,
+                bias=c.flag("attention_bias", default=False),
+            ),
             Weight(f"{p}.self_attn.q_norm", heads * head, 1, "out"),
             Weight(f"{p}.self_attn.k_norm", kv * head, 1, "kv", heads=kv),
-            *_expert_weights(f"{p}.block_sparse_moe", hidden, width, experts, gate_element=4,
-                             correction=c.flag("use_routing_bias", default=False)),
+            *_expert_weights(
+                f"{p}.block_sparse_moe",
+                hidden,
+                width,
+                experts,
+                gate_element=4,
+                correction=c.flag("use_routing_bias", default=False),
+            ),
             _norms(p, hidden, 2),
         ]
         layers.append(
-            Layer(i, Attention(kv, head, head), tuple(weights), qkv=(heads + 2 * kv) * head,
-                  attention_out=heads * head, experts=experts,
-                  top_k=c.number("num_experts_per_tok"), expert_width=width)
+            Layer(
+                i,
+                Attention(kv, head, head),
+                tuple(weights),
+                qkv=(heads + 2 * kv) * head,
+                attention_out=heads * head,
+                experts=experts,
+                top_k=c.number("num_experts_per_tok"),
+                expert_width=width,
+            )
         )
     return Model(
         architecture="",
@@ -776,8 +856,9 @@ def _minimax_m2(c: Keys, top: Keys) -> Model:
         every=(_rotary(_max_len(c), c.number("rotary_dim", default=head)),),
         max_len=_max_len(c),
         divide=(("attention heads", heads), ("expert width", width)),
-        warnings=(("MTP modules of MiniMax-M2 are not loaded by vLLM",)
-                  if c.get("use_mtp") else ()),
+        warnings=(
+            ("MTP modules of MiniMax-M2 are not loaded by vLLM",) if c.get("use_mtp") else ()
+        ),
     )
 
 
@@ -798,23 +879,31 @@ def _glm4_moe(c: Keys, top: Keys) -> Model:
     def layer(i: int, extra: tuple[Weight, ...] = ()) -> Layer:
         p = f"model.layers.{i}"
         weights = [
-            *_attention_weights(f"{p}.self_attn", hidden, heads, kv, head, bias=bias,
-                                qk_norm=head if qk_norm else 0),
+            *_attention_weights(
+                f"{p}.self_attn", hidden, heads, kv, head, bias=bias, qk_norm=head if qk_norm else 0
+            ),
             _norms(p, hidden, 2),
         ]
         routed = i >= dense
         if routed:
-            weights += _expert_weights(f"{p}.mlp", hidden, expert_width, experts,
-                                       gate_element=4, correction=True)
+            weights += _expert_weights(
+                f"{p}.mlp", hidden, expert_width, experts, gate_element=4, correction=True
+            )
             if shared_width:
                 weights += _mlp_weights(f"{p}.mlp.shared_experts", hidden, shared_width)
         else:
             weights += _mlp_weights(f"{p}.mlp", hidden, width)
         return Layer(
-            i, Attention(kv, head, head), (*weights, *extra), mlp=0 if routed else width,
-            qkv=(heads + 2 * kv) * head, attention_out=heads * head,
-            experts=experts if routed else 0, top_k=c.number("num_experts_per_tok"),
-            expert_width=expert_width, shared_width=shared_width if routed else 0,
+            i,
+            Attention(kv, head, head),
+            (*weights, *extra),
+            mlp=0 if routed else width,
+            qkv=(heads + 2 * kv) * head,
+            attention_out=heads * head,
+            experts=experts if routed else 0,
+            top_k=c.number("num_experts_per_tok"),
+            expert_width=expert_width,
+            shared_width=shared_width if routed else 0,
         )
 
     return Model(
@@ -833,8 +922,7 @@ def _glm4_moe(c: Keys, top: Keys) -> Model:
             for i in range(c.number("num_nextn_predict_layers", default=0, least=0))
         ),
         max_len=_max_len(c),
-        divide=(("attention heads", heads), ("expert width", expert_width),
-                ("MLP width", width)),
+        divide=(("attention heads", heads), ("expert width", expert_width), ("MLP width", width)),
     )
 
 
@@ -886,18 +974,24 @@ def _deepseek(c: Keys, top: Keys) -> Model:
     def attention(p: str) -> list[Weight]:
         weights = []
         if q_rank is None:
-            weights.append(Weight(f"{p}.q_proj", heads * (nope + rope), hidden, "out",
-                                  "linear"))
+            weights.append(Weight(f"{p}.q_proj", heads * (nope + rope), hidden, "out", "linear"))
         else:
             weights += [
-                Weight(f"{p}.q_a_proj", int(q_rank), hidden, "whole", "linear",
-                       bias=attention_bias),
+                Weight(
+                    f"{p}.q_a_proj", int(q_rank), hidden, "whole", "linear", bias=attention_bias
+                ),
                 Weight(f"{p}.q_a_layernorm", int(q_rank)),
                 Weight(f"{p}.q_b_proj", heads * (nope + rope), int(q_rank), "out", "linear"),
             ]
         weights += [
-            Weight(f"{p}.kv_a_proj_with_mqa", rank + rope, hidden, "whole", "linear",
-                   bias=attention_bias),
+            Weight(
+                f"{p}.kv_a_proj_with_mqa",
+                rank + rope,
+                hidden,
+                "whole",
+                "linear",
+                bias=attention_bias,
+            ),
             Weight(f"{p}.kv_a_layernorm", rank),
             Weight(f"{p}.kv_b_proj", heads * (nope + value), rank, "out", "linear"),
             Weight(f"{p}.o_proj", hidden, heads * value, "in", "linear", bias=attention_bias),
@@ -928,17 +1022,28 @@ def _deepseek(c: Keys, top: Keys) -> Model:
             routed = types[i] == "sparse"
         weights = [*attention(f"{p}.self_attn"), _norms(p, hidden, 2)]
         if routed:
-            weights += _expert_weights(f"{p}.mlp", hidden, expert_width, experts,
-                                       gate_element=4 if glm_lite else None,
-                                       correction=corrected)
+            weights += _expert_weights(
+                f"{p}.mlp",
+                hidden,
+                expert_width,
+                experts,
+                gate_element=4 if glm_lite else None,
+                correction=corrected,
+            )
             if shared_width:
                 weights += _mlp_weights(f"{p}.mlp.shared_experts", hidden, shared_width)
         else:
             weights += _mlp_weights(f"{p}.mlp", hidden, width)
         return Layer(
-            i, Latent(rank + rope, indexer), (*weights, *extra), mlp=0 if routed else width,
-            qkv=heads * (nope + rope) + (rank + rope), attention_out=heads * value,
-            experts=experts if routed else 0, top_k=top_k, expert_width=expert_width,
+            i,
+            Latent(rank + rope, indexer),
+            (*weights, *extra),
+            mlp=0 if routed else width,
+            qkv=heads * (nope + rope) + (rank + rope),
+            attention_out=heads * value,
+            experts=experts if routed else 0,
+            top_k=top_k,
+            expert_width=expert_width,
             shared_width=shared_width if routed else 0,
         )
 
@@ -958,8 +1063,11 @@ def _deepseek(c: Keys, top: Keys) -> Model:
             for i in range(c.number("num_nextn_predict_layers", default=0, least=0))
         ),
         max_len=_max_len(c),
-        divide=(("attention heads", heads), ("MLP width", width),
-                *((("expert width", expert_width),) if experts else ())),
+        divide=(
+            ("attention heads", heads),
+            ("MLP width", width),
+            *((("expert width", expert_width),) if experts else ()),
+        ),
         latent_heads=heads,
         latent_up=(nope + value) * rank,
         latent_rank=rank,
@@ -1007,8 +1115,7 @@ def _qwen_hybrid(c: Keys, top: Keys, family: str, *, routed: bool) -> Model:
     if types is None:
         every = c.number("full_attention_interval", default=4)
         types = [
-            "full_attention" if (i + 1) % every == 0 else "linear_attention"
-            for i in range(count)
+            "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(count)
         ]
     if len(types) < count:
         raise SizingError(f"{c.where}: layer_types has {len(types)} entries for {count} layers.")
@@ -1019,9 +1126,7 @@ def _qwen_hybrid(c: Keys, top: Keys, family: str, *, routed: bool) -> Model:
     experts = c.number("num_experts") if routed else 0
     expert_width = c.number("moe_intermediate_size") if routed else 0
     top_k = c.number("num_experts_per_tok") if routed else 0
-    shared_width = (
-        c.number("shared_expert_intermediate_size", default=0, least=0) if routed else 0
-    )
+    shared_width = c.number("shared_expert_intermediate_size", default=0, least=0) if routed else 0
     sparse = _moe_layers(c, count, experts)
     width = 0 if all(sparse) else c.number("intermediate_size")
     prefix = "model.language_model" if "text_config" in top.data else "model"
@@ -1033,7 +1138,13 @@ def _qwen_hybrid(c: Keys, top: Keys, family: str, *, routed: bool) -> Model:
         cache: Attention | State
         if kind == "full_attention":
             weights += _attention_weights(
-                f"{name}.self_attn", hidden, heads, kv, head, qk_norm=head, q_factor=gated,
+                f"{name}.self_attn",
+                hidden,
+                heads,
+                kv,
+                head,
+                qk_norm=head,
+                q_factor=gated,
                 bias=c.flag("attention_bias", default=False),
             )
             cache = Attention(kv, head, head)
@@ -1056,9 +1167,16 @@ def _qwen_hybrid(c: Keys, top: Keys, family: str, *, routed: bool) -> Model:
         else:
             weights += _mlp_weights(f"{name}.mlp", hidden, width)
         return Layer(
-            i, cache, (*weights, *extra), mlp=0 if is_sparse else width, qkv=qkv,
-            attention_out=out, experts=experts if is_sparse else 0, top_k=top_k,
-            expert_width=expert_width, shared_width=shared_width if is_sparse else 0,
+            i,
+            cache,
+            (*weights, *extra),
+            mlp=0 if is_sparse else width,
+            qkv=qkv,
+            attention_out=out,
+            experts=experts if is_sparse else 0,
+            top_k=top_k,
+            expert_width=expert_width,
+            shared_width=shared_width if is_sparse else 0,
         )
 
     drafts = c.number("mtp_num_hidden_layers", default=0, least=0)
@@ -1068,21 +1186,24 @@ def _qwen_hybrid(c: Keys, top: Keys, family: str, *, routed: bool) -> Model:
         hidden=hidden,
         vocab=vocab,
         heads=heads,
-        layers=tuple(
-            layer(i, types[i], f"{prefix}.layers.{i}") for i in range(count)
-        ),
+        layers=tuple(layer(i, types[i], f"{prefix}.layers.{i}") for i in range(count)),
         embedding=_embedding(c, vocab, hidden, f"{prefix}.embed_tokens"),
         head=None if _tied(c, top) else _head(vocab, hidden),
         others=(_norms(prefix, hidden, 1),),
         every=(_rotary(positions, _partial(c, head, 0.25)),),
         draft=tuple(
-            layer(count + i, "full_attention", f"mtp.layers.{i}",
-                  (Weight("mtp.fc", hidden, 2 * hidden), _norms("mtp", hidden, 3)))
+            layer(
+                count + i,
+                "full_attention",
+                f"mtp.layers.{i}",
+                (Weight("mtp.fc", hidden, 2 * hidden), _norms("mtp", hidden, 3)),
+            )
             for i in range(drafts)
         ),
         max_len=positions,
         divide=(
-            ("attention heads", heads), ("linear key heads", state.key_heads),
+            ("attention heads", heads),
+            ("linear key heads", state.key_heads),
             ("linear value heads", state.value_heads),
             *((("expert width", expert_width),) if routed else (("MLP width", width),)),
         ),
@@ -1110,9 +1231,7 @@ def _qwen35_moe(c: Keys, top: Keys) -> Model:
 # Vision
 
 
-def _seeing(
-    model: Model, top: Keys, tower: Callable[[Keys, int], Vision]
-) -> Model:
+def _seeing(model: Model, top: Keys, tower: Callable[[Keys, int], Vision]) -> Model:
     eye = top.inner("vision_config")
     return _with(model, vision=tower(eye, model.hidden)) if eye is not None else model
 
@@ -1168,9 +1287,12 @@ def _qwen3_vl_tower(v: Keys, hidden: int) -> Vision:
     out = v.number("out_hidden_size", default=hidden)
     deep = v.get("deepstack_visual_indexes", default=[])
     weights = [
-        Weight("visual.patch_embed", h,
-               v.number("in_channels", default=3) * v.number("temporal_patch_size") * patch**2,
-               bias=True),
+        Weight(
+            "visual.patch_embed",
+            h,
+            v.number("in_channels", default=3) * v.number("temporal_patch_size") * patch**2,
+            bias=True,
+        ),
         Weight("visual.pos_embed", v.number("num_position_embeddings"), h),
     ]
     for i in range(depth):
@@ -1198,9 +1320,13 @@ def _qwen2_vl_tower(v: Keys, hidden: int) -> Vision:
     merge = v.number("spatial_merge_size", default=2)
     patch = v.number("patch_size", "spatial_patch_size")
     weights = [
-        Weight("visual.patch_embed", h,
-               v.number("in_channels", "in_chans", default=3)
-               * v.number("temporal_patch_size", default=2) * patch**2),
+        Weight(
+            "visual.patch_embed",
+            h,
+            v.number("in_channels", "in_chans", default=3)
+            * v.number("temporal_patch_size", default=2)
+            * patch**2,
+        ),
     ]
     for i in range(v.number("depth")):
         weights += [
@@ -1226,9 +1352,13 @@ def _qwen25_vl_tower(v: Keys, hidden: int) -> Vision:
     merge = v.number("spatial_merge_size", default=2)
     patch = v.number("patch_size", "spatial_patch_size")
     weights = [
-        Weight("visual.patch_embed", h,
-               v.number("in_channels", "in_chans", default=3)
-               * v.number("temporal_patch_size", default=2) * patch**2),
+        Weight(
+            "visual.patch_embed",
+            h,
+            v.number("in_channels", "in_chans", default=3)
+            * v.number("temporal_patch_size", default=2)
+            * patch**2,
+        ),
     ]
     for i in range(v.number("depth")):
         weights += [
@@ -1256,9 +1386,12 @@ def _glm4v_tower(v: Keys, hidden: int) -> Vision:
     merge = v.number("spatial_merge_size")
     patch = v.number("patch_size")
     weights = [
-        Weight("visual.patch_embed", h,
-               v.number("in_channels", default=3) * v.number("temporal_patch_size") * patch**2,
-               bias=True),
+        Weight(
+            "visual.patch_embed",
+            h,
+            v.number("in_channels", default=3) * v.number("temporal_patch_size") * patch**2,
+            bias=True,
+        ),
         Weight("visual.embeddings", (v.number("image_size") // patch) ** 2, h),
         Weight("visual.downsample", out, h * merge**2, bias=True),
         _norms("visual", h, 2),
@@ -1286,8 +1419,9 @@ def _eva_tower(v: Keys, hidden: int, ffn: int) -> Vision:
     width = v.number("intermediate_size")
     patch = v.number("patch_size")
     weights = [
-        Weight("vision.patch_embedding", h, v.number("in_channels", default=3) * patch**2,
-               bias=True),
+        Weight(
+            "vision.patch_embedding", h, v.number("in_channels", default=3) * patch**2, bias=True
+        ),
         Weight("vision.position_embedding", v.number("num_positions"), h),
         Weight("vision.conv", hidden, h * 4, bias=True),
         _vision_linear("linear_proj.linear_proj", hidden, hidden, "whole", bias=False),
@@ -1340,8 +1474,7 @@ def _gemma4_tower(v: Keys, hidden: int) -> Vision:
     head = v.number("head_dim", default=h // heads)
     weights = [
         Weight("vision_tower.patch_embedder", h, 3 * v.number("patch_size") ** 2),
-        Weight("vision_tower.position_embedding_table",
-               2 * v.number("position_embedding_size"), h),
+        Weight("vision_tower.position_embedding_table", 2 * v.number("position_embedding_size"), h),
         Weight("vision_tower.std", 2 * h),
         Weight("embed_vision", hidden, h),
     ]
@@ -1352,5 +1485,6 @@ def _gemma4_tower(v: Keys, hidden: int) -> Vision:
             Weight(f"{p}.mlp", 3 * width, h),
             Weight(f"{p}.norms", 4 * h + 2 * head),
         ]
-    return Vision(tuple(weights), h, 3 * width, v.number("pooling_kernel_size", default=3),
-                  split=False)
+    return Vision(
+        tuple(weights), h, 3 * width, v.number("pooling_kernel_size", default=3), split=False
+    )

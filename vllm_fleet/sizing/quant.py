@@ -104,9 +104,11 @@ class Quantisation:
             elif "*" in pattern:
                 if fnmatch.fnmatchcase(bare, pattern):
                     return True
-            elif bare == pattern or bare.startswith(f"{pattern}."):
-                return True
-            elif "." not in pattern and pattern in bare.split("."):
+            elif (
+                bare == pattern
+                or bare.startswith(f"{pattern}.")
+                or ("." not in pattern and pattern in bare.split("."))
+            ):
                 return True
         return False
 
@@ -234,8 +236,9 @@ def _modelopt(data: Mapping[str, Any], ignored: tuple[str, ...], place: str) -> 
         for name, entry in (layers or {}).items():
             kind = str(entry.get("quant_algo", "")).upper() if isinstance(entry, Mapping) else ""
             if kind not in _ALGORITHMS:
-                raise SizingError(f"{place}: quantized_layers: {name}: algorithm {kind!r} is "
-                                  "not known.")
+                raise SizingError(
+                    f"{place}: quantized_layers: {name}: algorithm {kind!r} is not known."
+                )
             named[_bare(str(name))] = _ALGORITHMS[kind]
         return Quantisation("modelopt", PLAIN, named=named, ignored=ignored, kv_cache=kv)
     if algo not in _ALGORITHMS:
@@ -275,7 +278,10 @@ def _compressed(data: Mapping[str, Any], ignored: tuple[str, ...], place: str) -
                 named[_bare(str(target))] = scheme
     kv = data.get("kv_cache_scheme")
     return Quantisation(
-        "compressed-tensors", default or PLAIN, named=named, ignored=ignored,
+        "compressed-tensors",
+        default or PLAIN,
+        named=named,
+        ignored=ignored,
         kv_cache="fp8" if isinstance(kv, Mapping) and kv.get("num_bits") == 8 else None,
     )
 
@@ -295,6 +301,7 @@ def _compressed_scheme(weights: Mapping[str, Any], style: str, place: str) -> Sc
     if kind == "int" and bits in (2, 3, 4, 8):
         if bits == 8 and not style.startswith("pack"):
             return Scheme("int8", 8)
-        return Scheme("int", int(bits), int(group) if group else None,
-                      zeros=weights.get("symmetric") is False)
+        return Scheme(
+            "int", int(bits), int(group) if group else None, zeros=weights.get("symmetric") is False
+        )
     raise SizingError(f"{place}: weights of {bits} bits {kind!r} ({strategy}) are not known.")

@@ -52,8 +52,9 @@ class Rules:
     #: v1/worker/gpu/model_runner._dummy_sampler_run: the second runner profiles fp32 logits
     v2_samples_fp32: bool
 
-    def uses_v2_runner(self, architecture: str, *, moe: bool, quantised: bool, hybrid: bool,
-                       generates: bool = True) -> bool:
+    def uses_v2_runner(
+        self, architecture: str, *, moe: bool, quantised: bool, hybrid: bool, generates: bool = True
+    ) -> bool:
         """Whether this version serves the model with its second model runner by default."""
         if self.v2_runner == "no" or not generates:
             return False
@@ -70,23 +71,25 @@ class Rules:
 _LISTED = {
     22: frozenset({"Qwen3ForCausalLM"}),
     23: frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"}),
-    24: frozenset({
-        "DeepseekV2ForCausalLM", "GraniteMoeForCausalLM", "LlamaForCausalLM",
-        "MistralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM",
-    }),
+    24: frozenset(
+        {
+            "DeepseekV2ForCausalLM",
+            "GraniteMoeForCausalLM",
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "Qwen3ForCausalLM",
+        }
+    ),
 }
-_LISTED_MOE = frozenset(
-    {"DeepseekV2ForCausalLM", "GraniteMoeForCausalLM", "Qwen2MoeForCausalLM"}
-)
+_LISTED_MOE = frozenset({"DeepseekV2ForCausalLM", "GraniteMoeForCausalLM", "Qwen2MoeForCausalLM"})
 
 
 def parse_version(text: str) -> tuple[int, int]:
     """``0.21.0``, ``v0.19.1rc1.dev329`` or ``~0.11`` -> (major, minor)."""
     match = re.match(r"[v~=]*(\d+)\.(\d+)", text.strip())
     if not match:
-        raise SizingError(
-            f"vLLM version {text!r} is not a version. Write it like 0.21.0."
-        )
+        raise SizingError(f"vLLM version {text!r} is not a version. Write it like 0.21.0.")
     return int(match[1]), int(match[2])
 
 

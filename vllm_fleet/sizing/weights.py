@@ -12,8 +12,15 @@ from .errors import SizingError
 from .kvcache import cdiv
 from .quant import PLAIN, Quantisation, Scheme
 
-ELEMENT = {"bfloat16": 2.0, "float16": 2.0, "half": 2.0, "float32": 4.0, "float": 4.0,
-           "bf16": 2.0, "fp16": 2.0}
+ELEMENT = {
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "half": 2.0,
+    "float32": 4.0,
+    "float": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+}
 #: vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64
 
@@ -68,8 +75,10 @@ def check_split(model: Model, parallel: Parallel) -> None:
             f"pipeline parallel size {parallel.pp} is more than the {len(model.layers)} layers."
         )
     if parallel.dcp > 1:
-        kv = 1 if model.latent else max(
-            (getattr(layer.cache, "kv_heads", 0) for layer in model.layers), default=1
+        kv = (
+            1
+            if model.latent
+            else max((getattr(layer.cache, "kv_heads", 0) for layer in model.layers), default=1)
         )
         # config/parallel.py, config/model.py: verify_with_parallel_config
         if tp % parallel.dcp or (not model.latent and (tp <= kv or tp // kv < parallel.dcp)):
@@ -171,8 +180,9 @@ def weight_bytes(
     return total
 
 
-def _latent_copies(model: Model, layer: Layer, parallel: Parallel, quant: Quantisation,
-                   element: float) -> float:
+def _latent_copies(
+    model: Model, layer: Layer, parallel: Parallel, quant: Quantisation, element: float
+) -> float:
     """MLA keeps W_UK and W_UV apart; of a quantised kv_b_proj they are 16-bit copies.
 
     attention/mla_attention.py: process_weights_after_loading (views when not quantised).
@@ -218,8 +228,7 @@ class RankWeights:
     @property
     def total(self) -> float:
         """All of them."""
-        return (self.layers + self.embedding + self.head + self.vision + self.draft
-                + self.other)
+        return self.layers + self.embedding + self.head + self.vision + self.draft + self.other
 
 
 def rank_weights(
@@ -260,9 +269,7 @@ def rank_weights(
     for rank, span in enumerate(spans):
         first, last = rank == 0, rank == len(spans) - 1
         allocator = Allocator()
-        layers = sum(
-            total(model.layers[i].weights) + copies(model.layers[i]) for i in span
-        )
+        layers = sum(total(model.layers[i].weights) + copies(model.layers[i]) for i in span)
         tied_copy = model.head is None and last
         embedding = total((model.embedding,)) if first or tied_copy else 0.0
         if first:
