@@ -46,6 +46,8 @@ class Rules:
     #: config/vllm.py: use_v2_model_runner: "no", "listed", "dense", "all"
     v2_runner: str
     v2_architectures: frozenset[str]
+    #: the engine before 0.8: a request is prefilled at once
+    first_engine: bool
     #: utils/mem_utils.memory_profiling: consumed = free before - free after, so that buffers the
     #: runner allocates outside the profile run are counted too
     counts_runner_buffers: bool
@@ -117,7 +119,8 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         reserves_cuda_graphs=minor >= 20,
         triton_topk=minor >= 18,
         keeps_workspace=minor >= 18,
-        modules_gib=0.24 if minor >= 18 else 0.145,
+        modules_gib=0.23 if minor >= 20 else 0.245 if minor >= 18 else 0.145,
+        first_engine=minor < 8,
         tokens_from_concurrency=minor >= 21,
         in_flight_batches=2 if minor >= 26 else 1,
         null_block=minor >= 29,
