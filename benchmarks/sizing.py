@@ -5,7 +5,7 @@
 CASES (or SIZING_CASES) is the repository's own file by default; a file of the same keys, or of
 the short ones (gmu, w_gib, ...), is taken too. ``complete`` cases give all inputs: weights
 within 1 %, KV tokens or concurrency within 2 %. ``diagnostic`` ones are models cut to a few
-layers to tell terms apart; they are shown and not judged. For the others the printed KV memory is an
+layers to tell terms apart; they are shown, not judged. For the others the printed KV memory is an
 input, and what was not stated is named. Peers run where SIZING_PEERS_PYTHON is a Python with
 llm-d-planner and vllm-wizard (see sizing_peers.py). The last line is one JSON object.
 """

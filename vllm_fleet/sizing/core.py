@@ -31,7 +31,6 @@ from .rules import DEFAULT_VERSION, Rules, parse_version, rules
 from .weights import (
     Card,
     Parallel,
-    RankWeights,
     check_split,
     element_bytes,
     rank_layers,
@@ -447,7 +446,13 @@ def size(
         for w in ranked
     ]
     if stored is not None and weights_gib is None:
-        warnings += _compare_stored(stored, model, ranked, quant, used_dtype, card, minor)
+        share = _stored_share(stored, model, quant, used_dtype, card, minor)
+        if abs(share - 1) > 0.005:
+            totals = [total * share for total in totals]
+            warnings.append(
+                f"the weights on disk are {share - 1:+.1%} of what config.json says; the sizes in "
+                "their safetensors headers are used"
+            )
     warnings += _card_warnings(gpu, quant, kv_dtype, found, used_dtype)
 
     run = memory.Run(
@@ -596,28 +601,23 @@ def _buffers_in_weights(model: Model, tokens: int) -> float:
     return size + (147.0 * memory.MIB if model.latent else 0.0)
 
 
-def _compare_stored(
+def _stored_share(
     stored: StoredWeights,
     model: Model,
-    ranked: tuple[RankWeights, ...],
     quant: Quantisation,
     dtype: str,
     card: Card,
     minor: int,
-) -> list[str]:
-    """Checks the computed weights against the safetensors headers."""
+) -> float:
+    """Bytes in the safetensors headers over those computed from the config.
+
+    The computed side is the checkpoint's: no rotary tables, no copies, one card.
+    """
+    bare = Model(**{**model.__dict__, "every": (), "latent_heads": 0})
     alone = rank_weights(
-        model, Parallel(), quant, dtype=dtype, card=card, minor=minor, draft=stored.has_draft
+        bare, Parallel(), quant, dtype=dtype, card=card, minor=minor, draft=stored.has_draft
     )
-    computed = sum(w.total for w in alone)
-    difference = computed / stored.bytes - 1
-    if abs(difference) <= 0.03:
-        return []
-    return [
-        f"the weights in the directory are {stored.bytes / GIB:.2f} GiB, computed from "
-        f"config.json {computed / GIB:.2f} GiB ({difference:+.1%}): quantisation or layers "
-        "differ from what the config says"
-    ]
+    return stored.bytes / sum(w.total for w in alone)
 
 
 def _card_warnings(

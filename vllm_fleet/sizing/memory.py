@@ -172,15 +172,15 @@ def encoder(model: Model, run: Run, parallel: Parallel) -> tuple[Term, float]:
     """The multimodal encoder's own profile run, and its outputs, kept while the model runs.
 
     gpu_model_runner.profile_run with MultiModalBudget: the largest item, or a batch of tokens if
-    that is more. The largest image of Qwen and GLM processors makes about 16384 tokens.
+    that is more.
     """
     eye = model.vision
     if eye is None or not run.see:
         return Term.of(0), 0.0
-    tokens = max(run.tokens, min(16384, run.max_model_len))
+    tokens = max(run.tokens, min(eye.item, run.max_model_len))
     patches = tokens * eye.merge**2
     split = parallel.tp if eye.split else 1
-    width = max(8 * eye.hidden, 2 * eye.hidden + 2 * eye.intermediate / split)
+    width = max(8 * eye.hidden, 2 * eye.hidden + eye.alive / split)
     outputs = tokens * model.hidden * eye.levels * run.element
     return Term.of(patches * width * run.element + outputs, 0.5), outputs
 

@@ -1310,7 +1310,7 @@ def _qwen3_vl_tower(v: Keys, hidden: int) -> Vision:
             _vision_linear(f"merger.{i}.linear_fc2", out, wide, "in"),
             Weight(f"visual.merger.{i}.norm", 2 * (h if i == 0 else wide)),
         ]
-    return Vision(tuple(weights), h, width, merge, levels=1 + len(deep))
+    return Vision(tuple(weights), h, 2 * width, merge, 16384, levels=1 + len(deep))
 
 
 def _qwen2_vl_tower(v: Keys, hidden: int) -> Vision:
@@ -1342,7 +1342,7 @@ def _qwen2_vl_tower(v: Keys, hidden: int) -> Vision:
         _vision_linear("merger.mlp.2", v.number("hidden_size", default=hidden), wide, "in"),
         Weight("visual.merger.ln_q", 2 * h),
     ]
-    return Vision(tuple(weights), h, width, merge)
+    return Vision(tuple(weights), h, 2 * width, merge, 16384)
 
 
 def _qwen25_vl_tower(v: Keys, hidden: int) -> Vision:
@@ -1375,7 +1375,7 @@ def _qwen25_vl_tower(v: Keys, hidden: int) -> Vision:
         _vision_linear("merger.mlp.2", v.number("out_hidden_size", default=hidden), wide, "in"),
         Weight("visual.merger.ln_q", h),
     ]
-    return Vision(tuple(weights), h, 2 * width, merge)
+    return Vision(tuple(weights), h, 3 * width, merge, 16384)
 
 
 def _glm4v_tower(v: Keys, hidden: int) -> Vision:
@@ -1410,7 +1410,7 @@ def _glm4v_tower(v: Keys, hidden: int) -> Vision:
             _vision_linear(f"blocks.{i}.mlp.down_proj", h, out, "in", bias=False),
             _norms(f"visual.blocks.{i}", h, 2),
         ]
-    return Vision(tuple(weights), h, 2 * out, merge)
+    return Vision(tuple(weights), h, 3 * out, merge, 6144)
 
 
 def _eva_tower(v: Keys, hidden: int, ffn: int) -> Vision:
@@ -1438,7 +1438,7 @@ def _eva_tower(v: Keys, hidden: int, ffn: int) -> Vision:
             _vision_linear(f"layers.{i}.mlp.fc2", h, width, "in"),
             _norms(f"vision.layers.{i}", h, 4),
         ]
-    return Vision(tuple(weights), h, width, 2)
+    return Vision(tuple(weights), h, 2 * width, 2, 1600)
 
 
 def _siglip_tower(v: Keys, hidden: int) -> Vision:
@@ -1462,7 +1462,7 @@ def _siglip_tower(v: Keys, hidden: int) -> Vision:
             _vision_linear(f"layers.{i}.mlp.fc2", h, width, "in"),
             _norms(f"vision_tower.layers.{i}", h, 4),
         ]
-    return Vision(tuple(weights), h, width, 4)
+    return Vision(tuple(weights), h, 2 * width, 4, 256)
 
 
 def _gemma4_tower(v: Keys, hidden: int) -> Vision:
@@ -1486,5 +1486,10 @@ def _gemma4_tower(v: Keys, hidden: int) -> Vision:
             Weight(f"{p}.norms", 4 * h + 2 * head),
         ]
     return Vision(
-        tuple(weights), h, 3 * width, v.number("pooling_kernel_size", default=3), split=False
+        tuple(weights),
+        h,
+        3 * width,
+        v.number("pooling_kernel_size", default=3),
+        v.number("default_output_length", default=280),
+        split=False,
     )

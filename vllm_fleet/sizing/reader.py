@@ -105,7 +105,7 @@ def load_config(path: str | Path) -> tuple[dict[str, Any], Path | None]:
     if not isinstance(data, dict):
         raise SizingError(f"{file}: a JSON object is wanted.")
     if "quantization_config" not in data:
-        beside = file.parent / "hf_quant_config.json"
+        beside = file.with_name(f"{file.name.removesuffix('config.json')}hf_quant_config.json")
         if beside.is_file():
             try:
                 quant = json.loads(beside.read_text(encoding="utf-8"))
