@@ -74,7 +74,7 @@ PARSERS: tuple[tuple[str, str | None, str | None], ...] = (
     (r"glm-?(5|4\.7)|glmmoedsa|glm4moelite", "glm47", "glm47"),
     (r"glm-?4\.[56]|glm4moe|glm4vmoe", "glm45", "glm45"),
     (r"qwen3-?coder", None, "qwen3_coder"),
-    (r"qwen3[._-]?[5-9]|qwen3_5", "qwen3", "qwen3_coder"),
+    (r"qwen3\.[5-9]|qwen3_5", "qwen3", "qwen3_coder"),
     (r"qwen3-?next.*thinking|qwen3.*thinking", "qwen3", "hermes"),
     (r"qwen3.*instruct", None, "hermes"),
     (r"qwen3", "qwen3", "hermes"),

@@ -73,15 +73,29 @@ def test_mixed_precision_by_layer(config: Callable[..., dict[str, Any]]) -> None
 
 
 def test_kv_cache_follows_a_modelopt_checkpoint() -> None:
-    assert quant(quant_method="modelopt", quant_algo="NVFP4", kv_cache_quant_algo="FP8",
-                 exclude_modules=["lm_head"]).kv_cache == "fp8"
+    assert (
+        quant(
+            quant_method="modelopt",
+            quant_algo="NVFP4",
+            kv_cache_quant_algo="FP8",
+            exclude_modules=["lm_head"],
+        ).kv_cache
+        == "fp8"
+    )
 
 
 def test_compressed_tensors_groups() -> None:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
-               "symmetric": True}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+    }
     found = quant(
-        quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"],
+        quant_method="compressed-tensors",
+        format="pack-quantized",
+        ignore=["lm_head"],
         config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
     )
     assert found.scheme("model.layers.0.mlp.experts", "expert") == Scheme("int", 4, 32)

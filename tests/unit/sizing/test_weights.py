@@ -78,8 +78,11 @@ def test_parameters_are_those_of_the_model_cards(
     config: Config, name: str, billions: float
 ) -> None:
     model = build(config(name))
-    total = sum(w.out * w.inner * w.count + (w.out if w.bias else 0)
-                for layer in model.layers for w in layer.weights)
+    total = sum(
+        w.out * w.inner * w.count + (w.out if w.bias else 0)
+        for layer in model.layers
+        for w in layer.weights
+    )
     for weight in (model.embedding, model.head, *model.others):
         if weight is not None:
             total += weight.out * weight.inner
@@ -102,9 +105,7 @@ def test_quantised_latents_are_copied_and_plain_ones_are_not(config: Config) -> 
     plain = build(config("glm-4.7-flash"))
     card = Card((9, 0))
     (bf16,) = rank_weights(plain, Parallel(), Quantisation(), dtype="bfloat16", card=card)
-    (fp8,) = rank_weights(
-        plain, Parallel(), quantisation({}, "fp8"), dtype="bfloat16", card=card
-    )
+    (fp8,) = rank_weights(plain, Parallel(), quantisation({}, "fp8"), dtype="bfloat16", card=card)
     copies = 47 * 20 * (192 + 256) * 512 * 2
     assert fp8.layers > bf16.layers / 2 + copies * 0.9
 
