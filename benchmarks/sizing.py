@@ -330,6 +330,8 @@ def report(rows: list[Row]) -> None:
                 print(f"{'':31} spread of ours: {span.low:,.0f} to {span.high:,.0f} tokens")
         if row.refused:
             print(f"{'':31} refused: {row.refused}")
+        if row.case.get("diagnostic") and row.case.get("note"):
+            print(f"{'':31} {row.case['note']}")
         if not row.case["complete"]:
             extra = [f"not stated: {', '.join(row.missing)}"] if row.missing else []
             if "kv_bytes_per_token" in row.errors:
@@ -340,7 +342,7 @@ def report(rows: list[Row]) -> None:
                 )
             print(f"{'':31} {'; '.join(extra + row.notes)}")
     print("* inputs incomplete: tokens and concurrency are computed from the printed KV memory")
-    print("d diagnostic: a model cut to a few layers, not judged")
+    print("d diagnostic: made to tell terms apart (models cut to a few layers), not judged")
     print()
     print("other terms, ours / printed GiB")
     for row in rows:

@@ -26,6 +26,8 @@ class Rules:
     gpu_memory_utilization: float
     #: envs.py: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS; graphs are taken off before the KV cache
     reserves_cuda_graphs: bool
+    #: gpu/model_runner.profile_cudagraph_memory of the second runner: 0 before 0.29
+    v2_reserves_cuda_graphs: bool
     #: v1/sample/ops/topk_topp_triton.py exists; before it, the profile run sorts whole logits
     triton_topk: bool
     #: v1/worker/workspace.py: expert buffers are kept from layer to layer
@@ -117,6 +119,7 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         known=known,
         gpu_memory_utilization=0.92 if minor >= 20 else 0.9,
         reserves_cuda_graphs=minor >= 20,
+        v2_reserves_cuda_graphs=minor >= 29,
         triton_topk=minor >= 18,
         keeps_workspace=minor >= 18,
         modules_gib=0.23 if minor >= 20 else 0.245 if minor >= 18 else 0.145,
