@@ -42,6 +42,30 @@ def test_configs(config: Config, changes: dict[str, Any], text: str) -> None:
         size(config("qwen3-8b", **changes), gpu=H100)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-8b",
+        "glm-5.1-fp8",
+        "gpt-oss-20b",
+        "gemma-3-12b-text",
+        "qwen3.6-35b-a3b-nvfp4",
+        "deepseek-v2-lite",
+    ],
+)
+@pytest.mark.parametrize("bad", ["x", 0, -1, 1.5, [1], {"a": 1}, True])
+def test_any_spoilt_key_is_a_sentence(config: Config, name: str, bad: Any) -> None:
+    data = config(name)
+    refused = 0
+    for key in data:
+        try:
+            size({**data, key: bad}, gpu=H100, max_model_len=4096)
+        except SizingError as error:
+            refused += 1
+            assert " " in str(error)
+    assert refused
+
+
 def test_unknown_kind_of_layer(config: Config) -> None:
     data = config("qwen3.5-27b")
     data["text_config"] = {**data["text_config"], "layer_types": ["mystery_attention"] * 64}
