@@ -7,7 +7,7 @@ names the place. A version outside that range uses the nearest rules, and ``know
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .errors import SizingError
 
@@ -134,8 +134,3 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         counts_runner_buffers=minor >= 27,
         v2_samples_fp32=minor >= 33,
     )
-
-
-def nearest(found: Rules, **changes: object) -> Rules:
-    """The same rules with some replaced (for what an operator set by hand)."""
-    return replace(found, **changes)  # type: ignore[arg-type]
