@@ -1,7 +1,7 @@
 """Predictions of other planners for the cases on stdin; run by sizing.py with their Python.
 
-    python -m venv /tmp/peers && /tmp/peers/bin/pip install llm-d-planner vllm-wizard
-    SIZING_PEERS_PYTHON=/tmp/peers/bin/python python benchmarks/sizing.py
+    python -m venv peers && peers/bin/pip install llm-d-planner vllm-wizard
+    SIZING_PEERS_PYTHON=peers/bin/python python benchmarks/sizing.py
 
 Parameter counts, which llm-d-planner reads from the hub, are given to it exactly.
 """
