@@ -1,0 +1,299 @@
+"""What vLLM needs besides weights and KV cache: activations, CUDA context, graphs.
+
+vLLM measures these in a profile run (v1/worker/gpu_worker.py: determine_available_memory): one
+forward pass of max_num_batched_tokens tokens, then one sampling of max_num_seqs rows. What is
+alive at once in each is added up here from the code that allocates it. Sizes are bytes on a card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .arch import Layer, Model, State
+from .gpus import Gpu
+from .kvcache import GIB, cdiv
+from .quant import Quantisation
+from .rules import Rules
+from .weights import Parallel
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Term:
+    """A size with the range it may be in."""
+
+    bytes: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, size: float, spread: float = 0.0) -> Term:
+        """A size, give or take a share of it."""
+        return cls(size, size * (1 - spread), size * (1 + spread))
+
+    def __add__(self, other: Term) -> Term:
+        return Term(self.bytes + other.bytes, self.low + other.low, self.high + other.high)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory of one rank besides weights and KV cache."""
+
+    activation: Term
+    non_torch: Term
+    graphs: Term
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Term:
+        """All of it that is taken off before the KV cache."""
+        return self.activation + self.non_torch + self.graphs
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings that activations depend on."""
+
+    tokens: int  # max_num_batched_tokens
+    seqs: int  # max_num_seqs
+    max_model_len: int
+    element: float
+    eager: bool
+    v2: bool
+    speculative: int = 0
+    block: int = 16
+    see: bool = True  # multimodal encoder profiled
+
+
+def sampler(model: Model, run: Run, rules: Rules, gpu: Gpu) -> float:
+    """Peak of sampling max_num_seqs rows, in units of one fp32 logit.
+
+    Half a unit are the model's 16-bit logits, one their fp32 copy; softmax and random numbers
+    (native), or masked logits and softmax (FlashInfer), are one each: v1/sample/sampler.py,
+    ops/topk_topp_sampler.py. Before the Triton kernel the whole logits were sorted: values (1),
+    int64 indices (2), and torch.sort's own work space (5).
+    """
+    rows = min(run.seqs, run.tokens)
+    unit = rows * model.vocab * 4.0
+    if run.v2 and not rules.v2_samples_fp32:
+        # gpu/model_runner._dummy_sampler_run: no request asks for anything, logits only
+        return unit * run.element / 4
+    size = unit * (run.element / 4 + 3)
+    if not rules.triton_topk:
+        return unit * (run.element / 4 + 9)
+    if rows >= 8:
+        # topk_topp_triton.py keeps one row of logits for each multiprocessor
+        size += min(gpu.sms, 1 << (rows - 1).bit_length()) * model.vocab * 4.0
+    if run.speculative:
+        # rejection sampler: random and fp32 target logits for twice the rows
+        size += unit * 2
+    return size
+
+
+def forward(model: Model, layer: Layer, run: Run, parallel: Parallel) -> float:
+    """Peak of one layer's forward pass over max_num_batched_tokens tokens.
+
+    MLP: residual, normed input and output (3 hidden), gate and up (2 widths), their product (1);
+    a compiled graph holds one more width. Attention: q, k, v and the result.
+    """
+    tp = parallel.tp
+    width = 0.0
+    if layer.mlp:
+        width = max(width, (3 if run.eager else 4) * layer.mlp / tp)
+    if layer.shared_width:
+        width = max(width, 3 * layer.shared_width / tp)
+    projected = (layer.qkv + layer.attention_out) / tp
+    if isinstance(layer.cache, State):
+        # z, b, a and the convolved q, k, v stay beside the projections
+        projected += layer.qkv / tp
+    width = max(width, projected)
+    size = run.tokens * (3 * model.hidden + width) * run.element
+    if layer.experts:
+        size += run.tokens * layer.experts * 4.0  # router logits, fp32
+    return size
+
+
+def expert_workspace(
+    model: Model, run: Run, parallel: Parallel, quant: Quantisation, gpu: Gpu
+) -> float:
+    """Buffers of the fused experts, kept for all layers (v1/worker/workspace.py).
+
+    triton_moe.py, deep_gemm_moe.py: workspace_shapes: one row for each token and chosen expert,
+    of max(width, hidden) and max(2 widths, hidden).
+    """
+    layer = next((entry for entry in model.layers if entry.experts), None)
+    if layer is None:
+        return 0.0
+    width = (
+        layer.expert_width if parallel.expert_parallel else cdiv(layer.expert_width, parallel.tp)
+    )
+    rows = run.tokens * layer.top_k
+    scheme = quant.scheme(f"model.layers.{layer.index}.mlp.experts", "expert")
+    local = (
+        cdiv(layer.experts, parallel.experts_over) if parallel.expert_parallel else layer.experts
+    )
+    if scheme.kind == "fp8" and scheme.block and gpu.capability[0] >= 9:
+        rows = cdiv(rows + local * 127, 128) * 128  # DeepGEMM aligns each expert's rows
+    return rows * (max(width, model.hidden) + max(2 * width, model.hidden)) * run.element
+
+
+def latent_workspace(model: Model, run: Run, parallel: Parallel) -> tuple[float, float]:
+    """MLA's buffers: (kept, only during the forward pass).
+
+    Dense: the up-projected context of a chunked prefill, of
+    determine_chunked_prefill_workspace_size tokens. Sparse: gathered keys
+    (mla/indexer.py: 40 x max_model_len keys; flashmla_sparse.py: 5 x max_model_len latents),
+    and 512 MiB of index logits (VLLM_SPARSE_INDEXER_MAX_LOGITS_MB).
+    """
+    if not model.latent:
+        return 0.0, 0.0
+    if model.indexed:
+        keys = 40 * run.max_model_len * 132.0 + MIB
+        latents = 5 * run.max_model_len * 576 * 2.0
+        return max(keys, latents), 512.0 * MIB
+    tokens = min(max(8 * run.max_model_len, 4 * run.seqs * run.block), 64 * 1024)
+    tokens = max(tokens, run.seqs * run.block)
+    per_head = model.latent_up // max(model.latent_rank, 1)
+    return 0.0, tokens * (model.latent_heads / parallel.tp) * per_head * run.element
+
+
+def encoder(model: Model, run: Run, parallel: Parallel) -> tuple[Term, float]:
+    """The multimodal encoder's own profile run, and its outputs, kept while the model runs.
+
+    gpu_model_runner.profile_run with MultiModalBudget: the largest item, or a batch of tokens if
+    that is more. The largest image of Qwen and GLM processors makes about 16384 tokens.
+    """
+    eye = model.vision
+    if eye is None or not run.see:
+        return Term.of(0), 0.0
+    tokens = max(run.tokens, min(16384, run.max_model_len))
+    patches = tokens * eye.merge**2
+    split = parallel.tp if eye.split else 1
+    width = max(8 * eye.hidden, 2 * eye.hidden + 2 * eye.intermediate / split)
+    outputs = tokens * model.hidden * eye.levels * run.element
+    return Term.of(patches * width * run.element + outputs, 0.5), outputs
+
+
+def cublas_workspace(gpu: Gpu) -> float:
+    """aten/cuda/CublasHandlePool.cpp: 32 MiB from Hopper on, else 8.125 MiB."""
+    return 32.0 * MIB if gpu.capability[0] >= 9 else 8.125 * MIB
+
+
+def runner_buffers(model: Model, run: Run, kept_blocks: int) -> float:
+    """Buffers that the runner allocates before the profile run.
+
+    Counted from 0.27 on. The second runner keeps token counts of every sequence for penalties
+    (gpu/sample/penalties.py: int32 [max_num_seqs, vocab] and one bit each).
+    """
+    size = 2.0 * run.seqs * cdiv(run.max_model_len, max(kept_blocks, 1)) * 4
+    size += run.tokens * 32
+    if model.vision is not None and run.see:
+        size += run.tokens * model.hidden * run.element
+    if run.v2:
+        size += run.seqs * model.vocab * 4.0 + run.seqs * cdiv(model.vocab, 32) * 4.0
+    return size
+
+
+def non_torch(parallel: Parallel, gpu: Gpu, rules: Rules, *, last: bool) -> Term:
+    """CUDA modules, and NCCL with its peers: what torch did not allocate.
+
+    Measured, not derived. Kernels loaded during the profile run: 0.07 GiB without sampling, 0.24
+    with (H100 and H200, vLLM 0.19 and 0.21). NCCL and custom all-reduce over NVSwitch: 1.8 GiB
+    more (two H100) to 1.9 (four); over PCIe some 0.4, with a wide range.
+    """
+    modules = rules.modules_gib * GIB
+    base = (
+        Term(modules, modules * 0.75, modules * 1.3)
+        if last
+        else Term(0.07 * GIB, 0.05 * GIB, 0.2 * GIB)
+    )
+    if parallel.tp > 1:
+        if gpu.nvlink:
+            extra = 1.82 + 0.03 * max(parallel.tp - 2, 0) ** 0.5
+            return base + Term(extra * GIB, 0.6 * GIB, 2.4 * GIB)
+        return base + Term(0.4 * GIB, 0.15 * GIB, 0.9 * GIB)
+    return base
+
+
+def capture_sizes(run: Run) -> list[int]:
+    """Batch sizes that CUDA graphs are captured for: VllmConfig._set_cudagraph_sizes."""
+    largest = min(run.seqs * (1 + run.speculative) * 2, 512, run.tokens)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+    return [n for n in sizes if n <= largest]
+
+
+def graphs(model: Model, run: Run, parallel: Parallel, rules: Rules, *, last: bool) -> Term:
+    """CUDA graphs' share, taken off before the KV cache from 0.20 on (profile_cudagraph_memory).
+
+    The largest first capture (its activations at the largest captured batch), and at least 1 MiB
+    for every further graph, of two kinds (mixed batches in pieces, decoding whole).
+    """
+    if run.eager or not rules.reserves_cuda_graphs:
+        return Term.of(0)
+    sizes = capture_sizes(run)
+    if not sizes:
+        return Term.of(0)
+    small = Run(sizes[-1], run.seqs, run.max_model_len, run.element, run.eager, run.v2)
+    first = max(forward(model, layer, small, parallel) for layer in model.layers)
+    first += sizes[-1] * model.hidden * run.element * len(model.layers) / 8
+    whole = [n for n in sizes if n <= run.seqs]
+    count = max(len(sizes) - 1, 0) + max(len(whole) - 1, 0)
+    size = first + count * MIB * 2
+    return Term(size, first + count * MIB, size * 3)
+
+
+def needs(
+    model: Model,
+    run: Run,
+    parallel: Parallel,
+    rules: Rules,
+    quant: Quantisation,
+    gpu: Gpu,
+    *,
+    layers: range,
+    last: bool,
+) -> Needs:
+    """Everything besides weights and KV cache on one pipeline rank."""
+    mine = [model.layers[i] for i in layers]
+    seen, seen_kept = encoder(model, run, parallel) if layers.start == 0 else (Term.of(0), 0.0)
+    experts = expert_workspace(model, run, parallel, quant, gpu)
+    kept, passing = latent_workspace(model, run, parallel)
+    if not rules.keeps_workspace:
+        experts, passing = 0.0, passing + experts
+    workspace = max(experts, kept)
+    peak_forward = max(forward(model, layer, run, parallel) for layer in mine) + passing
+    peak_sampler = 0.0
+    if last and model.generates:
+        rows = min(run.seqs, run.tokens)
+        peak_sampler = (
+            sampler(model, run, rules, gpu)
+            + run.tokens * model.hidden * run.element
+            + 2 * rows * model.hidden * run.element
+        )
+    always = workspace + cublas_workspace(gpu) + seen_kept
+    # Sampling is known to a few per cent; what a compiled forward pass holds, less well.
+    if peak_sampler >= peak_forward:
+        peak = Term(
+            peak_sampler, peak_sampler * 0.98, max(peak_sampler * 1.02, peak_forward * 1.25)
+        )
+    else:
+        peak = Term(peak_forward, max(peak_sampler, peak_forward * 0.75), peak_forward * 1.25)
+    activation = peak + Term.of(always, 0.05)
+    if seen.bytes > activation.bytes:
+        activation = seen + Term.of(cublas_workspace(gpu))
+    buffers = 0.0
+    if rules.counts_runner_buffers:
+        buffers = runner_buffers(model, run, run.block)
+    return Needs(
+        activation=activation + Term.of(buffers, 0.1),
+        non_torch=non_torch(parallel, gpu, rules, last=last),
+        graphs=graphs(model, run, parallel, rules, last=last),
+        parts={
+            "forward": peak_forward,
+            "sampler": peak_sampler,
+            "workspace": workspace,
+            "encoder": seen.bytes,
+            "buffers": buffers,
+        },
+    )
