@@ -17,6 +17,7 @@ from vllm_fleet.engine_args import check_args
 from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look
 from vllm_fleet.placement import Decided, Placed, decide
 from vllm_fleet.sizing import Choice, Choices, Sizing, SizingError, choose, gpu_from_smi, size
+from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
 from vllm_fleet.spec.model import Fleet, HostSpec, Instance
 from vllm_fleet.state import HostState
@@ -33,7 +34,6 @@ LINKS = {
     "NUMA": "numa",
     "SYS": "sys",
 }
-SERVED_BY_TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True)
@@ -255,20 +255,6 @@ def merged_config(text: str, quant: str | None, where: str) -> dict[str, Any]:
         inner = inner.get("quantization", inner)
         config["quantization_config"] = {"quant_method": "modelopt", **inner}
     return config
-
-
-def architecture_problem(
-    version: str, config: Mapping[str, Any], args: Mapping[str, object]
-) -> str | None:
-    """Why a version cannot serve a config's architecture; None where it can, or may."""
-    listed = config.get("architectures")
-    if not isinstance(listed, list) or not listed or not all(isinstance(a, str) for a in listed):
-        return None  # sizing complains of what it lacks
-    named = {str(key).replace("_", "-"): value for key, value in args.items()}
-    if named.get("model-impl") == SERVED_BY_TRANSFORMERS or "auto_map" in config:
-        return None
-    problems = [engine_data.architecture_problem(version, a) for a in listed]
-    return problems[0] if all(problems) else None
 
 
 def _as_is(
