@@ -66,6 +66,7 @@ class Sized:
             "kv_cache_gib": round(self.sizing.kv_cache_gib, 3),
             "kv_cache_tokens": self.sizing.kv_cache_tokens,
             "max_concurrency": round(self.sizing.max_concurrency, 2),
+            "max_model_len": self.sizing.max_model_len,
         }
 
 
