@@ -80,8 +80,9 @@ class Vision:
 
     weights: tuple[Weight, ...]
     hidden: int
-    intermediate: int
+    alive: int  # widths alive at once in a block's MLP, before TP
     merge: int  # patches (one side) that become one token
+    item: int  # tokens of the largest image
     split: bool = True  # over TP; a tower run by transformers is whole on every card
     levels: int = 1  # feature levels handed to the language model (deepstack)
 

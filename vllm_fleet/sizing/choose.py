@@ -74,14 +74,18 @@ PARSERS: tuple[tuple[str, str | None, str | None], ...] = (
     (r"glm-?(5|4\.7)|glmmoedsa|glm4moelite", "glm47", "glm47"),
     (r"glm-?4\.[56]|glm4moe|glm4vmoe", "glm45", "glm45"),
     (r"qwen3-?coder", None, "qwen3_coder"),
-    (r"qwen3[._-]?[5-9]|qwen3_5", "qwen3", "qwen3_coder"),
+    (r"qwen3\.[5-9]|qwen3_5", "qwen3", "qwen3_coder"),
     (r"qwen3-?next.*thinking|qwen3.*thinking", "qwen3", "hermes"),
     (r"qwen3.*instruct", None, "hermes"),
     (r"qwen3", "qwen3", "hermes"),
     (r"qwq", "deepseek_r1", "hermes"),
+    (r"gemma-?4", "gemma4", "gemma4"),
     (r"qwen2", None, "hermes"),
+    (r"deepseek-?v3\.?2", "deepseek_v3", "deepseek_v32"),
+    (r"deepseek-?v3\.?1", "deepseek_v3", "deepseek_v31"),
     (r"deepseek-?v3", "deepseek_v3", "deepseek_v3"),
     (r"gpt-?oss", "openai_gptoss", "openai"),
+    (r"kimi-?k2.*thinking", "kimi_k2", "kimi_k2"),
     (r"kimi-?k2", None, "kimi_k2"),
     (r"minimax-?m2", "minimax_m2", "minimax_m2"),
 )
@@ -93,7 +97,7 @@ def parsers(repo: str, architecture: str, vllm_version: str) -> tuple[str | None
     for text in (repo, architecture):
         for pattern, reasoning, tool in PARSERS:
             if re.search(pattern, text.lower()):
-                if reasoning == "glm47" and minor < (0, 27):
+                if reasoning == "glm47" and minor < (0, 24):
                     reasoning = "glm45"  # the parser of its own came later; same tags
                 return reasoning, tool
     return None, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .arch import Layer, Model, State
+from .arch import Attention, Latent, Layer, Model, State
 from .gpus import Gpu
 from .kvcache import GIB, cdiv
 from .quant import Quantisation
@@ -80,7 +80,7 @@ def sampler(model: Model, run: Run, rules: Rules, gpu: Gpu) -> float:
         # gpu/model_runner._dummy_sampler_run: no request asks for anything, logits only
         return unit * run.element / 4
     size = unit * (run.element / 4 + 3)
-    if not rules.triton_topk:
+    if not rules.triton_topk and not rules.first_engine:
         return unit * (run.element / 4 + 9)
     if rows >= 8:
         # topk_topp_triton.py keeps one row of logits for each multiprocessor
@@ -91,26 +91,38 @@ def sampler(model: Model, run: Run, rules: Rules, gpu: Gpu) -> float:
     return size
 
 
-def forward(model: Model, layer: Layer, run: Run, parallel: Parallel) -> float:
+def forward(model: Model, layer: Layer, run: Run, parallel: Parallel, passing: float) -> float:
     """Peak of one layer's forward pass over max_num_batched_tokens tokens.
 
-    MLP: residual, normed input and output (3 hidden), gate and up (2 widths), their product (1);
-    a compiled graph holds one more width. Attention: q, k, v and the result.
+    MLP: gate, up and their product (3 widths) beside residual, normed input, output and the
+    layer's input (4 hidden; a compiled graph reuses part of one). Attention: q, k, v and the
+    result, or for MLA the up-projected context (``passing``). Seen on an H200 within 2 %, but
+    for compiled models under the second runner: 5 of each there, from one run of 0.26.
     """
     tp = parallel.tp
-    width = 0.0
-    if layer.mlp:
-        width = max(width, (3 if run.eager else 4) * layer.mlp / tp)
-    if layer.shared_width:
-        width = max(width, 3 * layer.shared_width / tp)
-    projected = (layer.qkv + layer.attention_out) / tp
+    widths, hiddens = (5.0, 5.0) if run.v2 and not run.eager else (3.0, 3.5)
+    hidden = (4.0 if run.eager else hiddens) * model.hidden
+    mlp = widths * max(layer.mlp, layer.shared_width) / tp
+    projected = layer.qkv / tp
+    attention = projected + layer.attention_out / tp
     if isinstance(layer.cache, State):
-        # z, b, a and the convolved q, k, v stay beside the projections
-        projected += layer.qkv / tp
-    width = max(width, projected)
-    size = run.tokens * (3 * model.hidden + width) * run.element
+        # gdn_linear_attn.py: beside the projections the joined q, k, v, z and the result; the
+        # gated norm takes z and result in fp32 when it is not compiled into one kernel.
+        keys = layer.cache.key_heads * layer.cache.key_head / tp
+        values = layer.cache.value_heads * layer.cache.value_head / tp
+        attention = 4 * keys + (10 if run.eager else 6) * values
+    if isinstance(layer.cache, Latent):
+        attention = projected if run.eager else 0.0
+    size = run.tokens * (hidden + attention) * run.element + passing
+    size = max(size, run.tokens * (hidden + mlp) * run.element)
     if layer.experts:
-        size += run.tokens * layer.experts * 4.0  # router logits, fp32
+        size = max(
+            size,
+            run.tokens * ((hidden + mlp) * run.element + layer.experts * 4.0),  # router logits
+        )
+    if parallel.pp > 1:
+        # hidden states and residual of the next rank, and what is received
+        size += 2.5 * run.tokens * model.hidden * run.element
     return size
 
 
@@ -162,15 +174,15 @@ def encoder(model: Model, run: Run, parallel: Parallel) -> tuple[Term, float]:
     """The multimodal encoder's own profile run, and its outputs, kept while the model runs.
 
     gpu_model_runner.profile_run with MultiModalBudget: the largest item, or a batch of tokens if
-    that is more. The largest image of Qwen and GLM processors makes about 16384 tokens.
+    that is more.
     """
     eye = model.vision
     if eye is None or not run.see:
         return Term.of(0), 0.0
-    tokens = max(run.tokens, min(16384, run.max_model_len))
+    tokens = max(run.tokens, min(eye.item, run.max_model_len))
     patches = tokens * eye.merge**2
     split = parallel.tp if eye.split else 1
-    width = max(8 * eye.hidden, 2 * eye.hidden + 2 * eye.intermediate / split)
+    width = max(8 * eye.hidden, 2 * eye.hidden + eye.alive / split)
     outputs = tokens * model.hidden * eye.levels * run.element
     return Term.of(patches * width * run.element + outputs, 0.5), outputs
 
@@ -198,9 +210,9 @@ def runner_buffers(model: Model, run: Run, kept_blocks: int) -> float:
 def non_torch(parallel: Parallel, gpu: Gpu, rules: Rules, *, last: bool) -> Term:
     """CUDA modules, and NCCL with its peers: what torch did not allocate.
 
-    Measured, not derived. Kernels loaded during the profile run: 0.07 GiB without sampling, 0.24
-    with (H100 and H200, vLLM 0.19 and 0.21). NCCL and custom all-reduce over NVSwitch: 1.8 GiB
-    more (two H100) to 1.9 (four); over PCIe some 0.4, with a wide range.
+    Measured, not derived. Kernels loaded during the profile run: 0.07 GiB without sampling, 0.22
+    to 0.25 with (H100 and H200, vLLM 0.19 and 0.21). NCCL and custom all-reduce over NVLink: 1.8
+    to 1.9 GiB more (two and four H100, two H200); over PCIe some 0.4, with a wide range.
     """
     modules = rules.modules_gib * GIB
     base = (
@@ -210,7 +222,7 @@ def non_torch(parallel: Parallel, gpu: Gpu, rules: Rules, *, last: bool) -> Term
     )
     if parallel.tp > 1:
         if gpu.nvlink:
-            extra = 1.82 + 0.03 * max(parallel.tp - 2, 0) ** 0.5
+            extra = 1.83 + 0.03 * max(parallel.tp - 2, 0) ** 0.5
             return base + Term(extra * GIB, 0.6 * GIB, 2.4 * GIB)
         return base + Term(0.4 * GIB, 0.15 * GIB, 0.9 * GIB)
     return base
@@ -223,24 +235,43 @@ def capture_sizes(run: Run) -> list[int]:
     return [n for n in sizes if n <= largest]
 
 
-def graphs(model: Model, run: Run, parallel: Parallel, rules: Rules, *, last: bool) -> Term:
+def graphs(model: Model, run: Run, parallel: Parallel, rules: Rules, gpu: Gpu) -> Term:
     """CUDA graphs' share, taken off before the KV cache from 0.20 on (profile_cudagraph_memory).
 
-    The largest first capture (its activations at the largest captured batch), and at least 1 MiB
-    for every further graph, of two kinds (mixed batches in pieces, decoding whole).
+    The larger first capture, and one step of memory for each further graph of two kinds. Mixed
+    batches are captured in pieces, one for each layer; decoding whole. FlashAttention 3 keeps a
+    partial result for each of 32 splits of every sequence in the whole graph
+    (attention backends: max_num_splits). Steps are 2 MiB, the driver's granularity: measured on
+    an H200 with four models of 4 to 48 layers.
     """
     if run.eager or not rules.reserves_cuda_graphs:
+        return Term.of(0)
+    if run.v2 and not rules.v2_reserves_cuda_graphs:
         return Term.of(0)
     sizes = capture_sizes(run)
     if not sizes:
         return Term.of(0)
-    small = Run(sizes[-1], run.seqs, run.max_model_len, run.element, run.eager, run.v2)
-    first = max(forward(model, layer, small, parallel) for layer in model.layers)
-    first += sizes[-1] * model.hidden * run.element * len(model.layers) / 8
-    whole = [n for n in sizes if n <= run.seqs]
-    count = max(len(sizes) - 1, 0) + max(len(whole) - 1, 0)
-    size = first + count * MIB * 2
-    return Term(size, first + count * MIB, size * 3)
+    whole = [n for n in sizes if n <= run.seqs * (1 + run.speculative)]
+    layer = max(model.layers, key=lambda entry: max(entry.mlp, entry.shared_width))
+    width = 3 * max(layer.mlp, layer.shared_width) / parallel.tp + 4 * model.hidden
+    first = 60.0 * MIB + sizes[-1] * width * run.element
+    if whole and gpu.capability[0] == 9:
+        splits = 32 * whole[-1] * model.heads / parallel.tp * 4.0
+        decode = max(_head_width(entry, model) for entry in model.layers)
+        first = max(first, splits * decode + (84.0 if model.latent else 4.0) * MIB)
+    # Kernels of a layer: more with experts and with MLA.
+    kernels = len(model.layers) / parallel.pp * (1 + model.moe + model.latent)
+    pieces = cdiv(int(kernels), 32) * 2.0 * MIB
+    one = max(int(kernels) // 64 * 2.0, 1.0) * MIB
+    size = first + (len(sizes) - 1) * pieces + max(len(whole) - 1, 0) * one
+    return Term(size, size * 0.6, size * 1.6)
+
+
+def _head_width(layer: Layer, model: Model) -> int:
+    """Width of one head's result: FlashAttention's scratch for a split."""
+    if isinstance(layer.cache, Latent):
+        return model.latent_rank
+    return layer.cache.head_v if isinstance(layer.cache, Attention) else 0
 
 
 def needs(
@@ -262,7 +293,7 @@ def needs(
     if not rules.keeps_workspace:
         experts, passing = 0.0, passing + experts
     workspace = max(experts, kept)
-    peak_forward = max(forward(model, layer, run, parallel) for layer in mine) + passing
+    peak_forward = max(forward(model, layer, run, parallel, passing) for layer in mine)
     peak_sampler = 0.0
     if last and model.generates:
         rows = min(run.seqs, run.tokens)
@@ -274,11 +305,11 @@ def needs(
     always = workspace + cublas_workspace(gpu) + seen_kept
     # Sampling is known to a few per cent; what a compiled forward pass holds, less well.
     if peak_sampler >= peak_forward:
-        peak = Term(
-            peak_sampler, peak_sampler * 0.98, max(peak_sampler * 1.02, peak_forward * 1.25)
-        )
+        peak = Term(peak_sampler, peak_sampler * 0.98, max(peak_sampler * 1.02, peak_forward * 1.1))
     else:
-        peak = Term(peak_forward, max(peak_sampler, peak_forward * 0.75), peak_forward * 1.25)
+        # Compiled under the second runner, 3 to 5 widths were seen.
+        least = 0.6 if run.v2 and not run.eager else 0.9
+        peak = Term(peak_forward, max(peak_sampler, peak_forward * least), peak_forward * 1.15)
     activation = peak + Term.of(always, 0.05)
     if seen.bytes > activation.bytes:
         activation = seen + Term.of(cublas_workspace(gpu))
@@ -288,7 +319,7 @@ def needs(
     return Needs(
         activation=activation + Term.of(buffers, 0.1),
         non_torch=non_torch(parallel, gpu, rules, last=last),
-        graphs=graphs(model, run, parallel, rules, last=last),
+        graphs=graphs(model, run, parallel, rules, gpu),
         parts={
             "forward": peak_forward,
             "sampler": peak_sampler,

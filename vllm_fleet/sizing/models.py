@@ -159,7 +159,7 @@ def _dims(c: Keys) -> tuple[int, int, int, int]:
     hidden = c.number("hidden_size")
     heads = c.number("num_attention_heads")
     kv = c.number("num_key_value_heads", default=heads)
-    head = c.get("head_dim")
+    head = c.maybe("head_dim")
     if head is None:
         if hidden % heads:
             raise SizingError(
@@ -167,7 +167,7 @@ def _dims(c: Keys) -> tuple[int, int, int, int]:
                 f"{heads} and head_dim is missing."
             )
         head = hidden // heads
-    return heads, kv, int(head), hidden
+    return heads, kv, head, hidden
 
 
 def _attention_weights(
@@ -302,7 +302,7 @@ def _partial(c: Keys, head: int, default: float = 1.0) -> int:
     scaling = c.get("rope_parameters")
     inner = scaling.get("partial_rotary_factor") if isinstance(scaling, Mapping) else None
     factor = inner if inner is not None else c.get("partial_rotary_factor", default=default)
-    return int(head * float(factor))
+    return int(head * c.share("partial_rotary_factor", factor))
 
 
 def _dense(
@@ -383,8 +383,7 @@ def _llama(c: Keys, top: Keys) -> Model:
 def _mistral(c: Keys, top: Keys) -> Model:
     """mistral.py: every layer has the window, where the config has one"""
     count = c.number("num_hidden_layers")
-    window = c.get("sliding_window")
-    windows: list[int | None] = [int(window) if window else None] * count
+    windows: list[int | None] = [c.maybe("sliding_window")] * count
     return _dense(c, top, "mistral", windows=windows)
 
 
@@ -488,8 +487,8 @@ def _chatglm(c: Keys, top: Keys) -> Model:
 def _gemma3(c: Keys, top: Keys) -> Model:
     """gemma3.py: four norms a layer, norms on q and k, five windows to one full layer"""
     count = c.number("num_hidden_layers")
-    pattern = c.get("sliding_window_pattern", "_sliding_window_pattern")
-    windows = _windows(c, count, pattern=int(pattern) if pattern else None)
+    pattern = c.maybe("sliding_window_pattern", "_sliding_window_pattern")
+    windows = _windows(c, count, pattern=pattern)
     model = _dense(
         c,
         top,
@@ -762,7 +761,7 @@ def _mixtral(c: Keys, top: Keys) -> Model:
     experts = c.number("num_local_experts")
     width = c.number("intermediate_size")
     vocab = c.number("vocab_size")
-    window = c.get("sliding_window")
+    window = c.maybe("sliding_window")
     layers = []
     for i in range(count):
         p = f"model.layers.{i}"
@@ -774,7 +773,7 @@ def _mixtral(c: Keys, top: Keys) -> Model:
         layers.append(
             Layer(
                 i,
-                Attention(kv, head, head, int(window) if window else None),
+                Attention(kv, head, head, window),
                 tuple(weights),
                 qkv=(heads + 2 * kv) * head,
                 attention_out=heads * head,
@@ -952,7 +951,7 @@ def _deepseek(c: Keys, top: Keys) -> Model:
     nope = c.number("qk_nope_head_dim")
     rope = c.number("qk_rope_head_dim")
     value = c.number("v_head_dim")
-    q_rank = c.get("q_lora_rank")
+    q_rank = c.maybe("q_lora_rank")
     count = c.number("num_hidden_layers")
     vocab = c.number("vocab_size")
     width = c.number("intermediate_size")
@@ -977,11 +976,9 @@ def _deepseek(c: Keys, top: Keys) -> Model:
             weights.append(Weight(f"{p}.q_proj", heads * (nope + rope), hidden, "out", "linear"))
         else:
             weights += [
-                Weight(
-                    f"{p}.q_a_proj", int(q_rank), hidden, "whole", "linear", bias=attention_bias
-                ),
-                Weight(f"{p}.q_a_layernorm", int(q_rank)),
-                Weight(f"{p}.q_b_proj", heads * (nope + rope), int(q_rank), "out", "linear"),
+                Weight(f"{p}.q_a_proj", q_rank, hidden, "whole", "linear", bias=attention_bias),
+                Weight(f"{p}.q_a_layernorm", q_rank),
+                Weight(f"{p}.q_b_proj", heads * (nope + rope), q_rank, "out", "linear"),
             ]
         weights += [
             Weight(
@@ -996,11 +993,11 @@ def _deepseek(c: Keys, top: Keys) -> Model:
             Weight(f"{p}.kv_b_proj", heads * (nope + value), rank, "out", "linear"),
             Weight(f"{p}.o_proj", hidden, heads * value, "in", "linear", bias=attention_bias),
         ]
-        if indexer is not None:
+        if indexer is not None and q_rank is not None:
             n = c.number("index_n_heads")
             key = c.number("index_head_dim")
             weights += [
-                Weight(f"{p}.indexer.wq_b", n * key, int(q_rank), "whole", "linear"),
+                Weight(f"{p}.indexer.wq_b", n * key, q_rank, "whole", "linear"),
                 # wk is dequantised on loading and joined with weights_proj.
                 Weight(f"{p}.indexer.wk_weights_proj", key + n, hidden),
                 Weight(f"{p}.indexer.k_norm", 2 * key, element=4),
@@ -1286,6 +1283,8 @@ def _qwen3_vl_tower(v: Keys, hidden: int) -> Vision:
     patch = v.number("patch_size")
     out = v.number("out_hidden_size", default=hidden)
     deep = v.get("deepstack_visual_indexes", default=[])
+    if not isinstance(deep, list):
+        raise SizingError(f"{v.where}: deepstack_visual_indexes: a list is wanted, not {deep!r}.")
     weights = [
         Weight(
             "visual.patch_embed",
@@ -1310,13 +1309,13 @@ def _qwen3_vl_tower(v: Keys, hidden: int) -> Vision:
             _vision_linear(f"merger.{i}.linear_fc2", out, wide, "in"),
             Weight(f"visual.merger.{i}.norm", 2 * (h if i == 0 else wide)),
         ]
-    return Vision(tuple(weights), h, width, merge, levels=1 + len(deep))
+    return Vision(tuple(weights), h, 2 * width, merge, 16384, levels=1 + len(deep))
 
 
 def _qwen2_vl_tower(v: Keys, hidden: int) -> Vision:
     """qwen2_vl.py: Qwen2VisionTransformer"""
     h = v.number("embed_dim")
-    width = int(h * float(v.get("mlp_ratio", default=4)))
+    width = int(h * v.share("mlp_ratio", v.get("mlp_ratio", default=4)))
     merge = v.number("spatial_merge_size", default=2)
     patch = v.number("patch_size", "spatial_patch_size")
     weights = [
@@ -1342,7 +1341,7 @@ def _qwen2_vl_tower(v: Keys, hidden: int) -> Vision:
         _vision_linear("merger.mlp.2", v.number("hidden_size", default=hidden), wide, "in"),
         Weight("visual.merger.ln_q", 2 * h),
     ]
-    return Vision(tuple(weights), h, width, merge)
+    return Vision(tuple(weights), h, 2 * width, merge, 16384)
 
 
 def _qwen25_vl_tower(v: Keys, hidden: int) -> Vision:
@@ -1375,7 +1374,7 @@ def _qwen25_vl_tower(v: Keys, hidden: int) -> Vision:
         _vision_linear("merger.mlp.2", v.number("out_hidden_size", default=hidden), wide, "in"),
         Weight("visual.merger.ln_q", h),
     ]
-    return Vision(tuple(weights), h, 2 * width, merge)
+    return Vision(tuple(weights), h, 3 * width, merge, 16384)
 
 
 def _glm4v_tower(v: Keys, hidden: int) -> Vision:
@@ -1410,7 +1409,7 @@ def _glm4v_tower(v: Keys, hidden: int) -> Vision:
             _vision_linear(f"blocks.{i}.mlp.down_proj", h, out, "in", bias=False),
             _norms(f"visual.blocks.{i}", h, 2),
         ]
-    return Vision(tuple(weights), h, 2 * out, merge)
+    return Vision(tuple(weights), h, 3 * out, merge, 6144)
 
 
 def _eva_tower(v: Keys, hidden: int, ffn: int) -> Vision:
@@ -1438,7 +1437,7 @@ def _eva_tower(v: Keys, hidden: int, ffn: int) -> Vision:
             _vision_linear(f"layers.{i}.mlp.fc2", h, width, "in"),
             _norms(f"vision.layers.{i}", h, 4),
         ]
-    return Vision(tuple(weights), h, width, 2)
+    return Vision(tuple(weights), h, 2 * width, 2, 1600)
 
 
 def _siglip_tower(v: Keys, hidden: int) -> Vision:
@@ -1462,7 +1461,7 @@ def _siglip_tower(v: Keys, hidden: int) -> Vision:
             _vision_linear(f"layers.{i}.mlp.fc2", h, width, "in"),
             _norms(f"vision_tower.layers.{i}", h, 4),
         ]
-    return Vision(tuple(weights), h, width, 4)
+    return Vision(tuple(weights), h, 2 * width, 4, 256)
 
 
 def _gemma4_tower(v: Keys, hidden: int) -> Vision:
@@ -1486,5 +1485,10 @@ def _gemma4_tower(v: Keys, hidden: int) -> Vision:
             Weight(f"{p}.norms", 4 * h + 2 * head),
         ]
     return Vision(
-        tuple(weights), h, 3 * width, v.number("pooling_kernel_size", default=3), split=False
+        tuple(weights),
+        h,
+        3 * width,
+        v.number("pooling_kernel_size", default=3),
+        v.number("default_output_length", default=280),
+        split=False,
     )

@@ -139,11 +139,7 @@ def quantisation(
             f"{place}: the weights are {method or 'quantised'}, but --quantization is "
             f"{override}; vLLM refuses that. Leave --quantization out."
         )
-    ignored = tuple(
-        _bare(str(n)) if not str(n).startswith("re:") else str(n)
-        for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-        for n in (data.get(key) or ())
-    )
+    ignored = _ignored(data, place)
     if method in ("fp8", "fbgemm_fp8"):
         return _fp8(data, ignored, place)
     if method in ("gptq", "gptq_marlin", "awq", "awq_marlin"):
@@ -158,6 +154,17 @@ def quantisation(
         f"{place}: quant_method {method or None!r} is not known to this planner; known are fp8, "
         "gptq, awq, modelopt (FP8, NVFP4), mxfp4 and compressed-tensors."
     )
+
+
+def _ignored(data: Mapping[str, Any], place: str) -> tuple[str, ...]:
+    """Names of modules that stay as they are, from whichever key has them."""
+    names: list[str] = []
+    for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
+        entries = data.get(key) or []
+        if not isinstance(entries, list):
+            raise SizingError(f"{place}: {key}: a list of names is wanted, not {entries!r}.")
+        names += [n if n.startswith("re:") else _bare(n) for n in map(str, entries)]
+    return tuple(names)
 
 
 def _same(method: str, data: Mapping[str, Any]) -> set[str]:
@@ -231,7 +238,9 @@ def _modelopt(data: Mapping[str, Any], ignored: tuple[str, ...], place: str) -> 
     algo = str(data.get("quant_algo", "")).upper()
     kv = _modelopt_kv(data)
     layers = data.get("quantized_layers")
-    if algo == "MIXED_PRECISION" or isinstance(layers, Mapping):
+    if layers is not None and not isinstance(layers, Mapping):
+        raise SizingError(f"{place}: quantized_layers: a mapping is wanted, not {layers!r}.")
+    if algo == "MIXED_PRECISION" or layers is not None:
         named = {}
         for name, entry in (layers or {}).items():
             kind = str(entry.get("quant_algo", "")).upper() if isinstance(entry, Mapping) else ""

@@ -9,6 +9,18 @@ from typing import Any
 
 from .errors import SizingError
 
+#: Larger numbers are mistakes in a config.json, not models.
+MOST, MOST_LAYERS = 10**8, 1000
+LAYER_COUNTS = frozenset(
+    {
+        "num_hidden_layers",
+        "num_layers",
+        "depth",
+        "num_nextn_predict_layers",
+        "mtp_num_hidden_layers",
+    }
+)
+
 
 class Keys:
     """A mapping of a config with its place in the file, for messages."""
@@ -51,7 +63,23 @@ class Keys:
             raise SizingError(
                 f"{self.where}: {names[0]}: {value!r} is not a whole number of {least} or more."
             )
+        most = MOST_LAYERS if names[0] in LAYER_COUNTS else MOST
+        if value > most:
+            raise SizingError(f"{self.where}: {names[0]}: {value} is more than any model has.")
         return value
+
+    def maybe(self, *names: str) -> int | None:
+        """A whole number of 1 or more, or None where it is absent, null or 0."""
+        value = self.get(*names)
+        if value is None or (value == 0 and not isinstance(value, bool)):
+            return None
+        return self.number(*names)
+
+    def share(self, name: str, value: Any) -> float:
+        """``value`` of key ``name`` as a number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise SizingError(f"{self.where}: {name}: {value!r} is not a number above 0.")
+        return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """A true or false value."""
@@ -105,7 +133,7 @@ def load_config(path: str | Path) -> tuple[dict[str, Any], Path | None]:
     if not isinstance(data, dict):
         raise SizingError(f"{file}: a JSON object is wanted.")
     if "quantization_config" not in data:
-        beside = file.parent / "hf_quant_config.json"
+        beside = file.with_name(f"{file.name.removesuffix('config.json')}hf_quant_config.json")
         if beside.is_file():
             try:
                 quant = json.loads(beside.read_text(encoding="utf-8"))

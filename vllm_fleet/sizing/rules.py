@@ -7,7 +7,7 @@ names the place. A version outside that range uses the nearest rules, and ``know
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .errors import SizingError
 
@@ -26,6 +26,8 @@ class Rules:
     gpu_memory_utilization: float
     #: envs.py: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS; graphs are taken off before the KV cache
     reserves_cuda_graphs: bool
+    #: gpu/model_runner.profile_cudagraph_memory of the second runner: 0 before 0.29
+    v2_reserves_cuda_graphs: bool
     #: v1/sample/ops/topk_topp_triton.py exists; before it, the profile run sorts whole logits
     triton_topk: bool
     #: v1/worker/workspace.py: expert buffers are kept from layer to layer
@@ -46,6 +48,8 @@ class Rules:
     #: config/vllm.py: use_v2_model_runner: "no", "listed", "dense", "all"
     v2_runner: str
     v2_architectures: frozenset[str]
+    #: the engine before 0.8: a request is prefilled at once
+    first_engine: bool
     #: utils/mem_utils.memory_profiling: consumed = free before - free after, so that buffers the
     #: runner allocates outside the profile run are counted too
     counts_runner_buffers: bool
@@ -115,9 +119,11 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         known=known,
         gpu_memory_utilization=0.92 if minor >= 20 else 0.9,
         reserves_cuda_graphs=minor >= 20,
+        v2_reserves_cuda_graphs=minor >= 29,
         triton_topk=minor >= 18,
         keeps_workspace=minor >= 18,
-        modules_gib=0.24 if minor >= 18 else 0.145,
+        modules_gib=0.23 if minor >= 20 else 0.245 if minor >= 18 else 0.145,
+        first_engine=minor < 8,
         tokens_from_concurrency=minor >= 21,
         in_flight_batches=2 if minor >= 26 else 1,
         null_block=minor >= 29,
@@ -128,8 +134,3 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         counts_runner_buffers=minor >= 27,
         v2_samples_fp32=minor >= 33,
     )
-
-
-def nearest(found: Rules, **changes: object) -> Rules:
-    """The same rules with some replaced (for what an operator set by hand)."""
-    return replace(found, **changes)  # type: ignore[arg-type]
