@@ -7,8 +7,9 @@ same. Nothing here raises for an odd host: what is wrong is a refused verdict or
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_fleet import engine, engine_data, weights
@@ -146,11 +147,11 @@ def lines_of(views: Mapping[str, HostView]) -> dict[tuple[str, str], Placed]:
 
 
 def _link(indices: Sequence[int], seen: Seen) -> str:
-    """The slowest link in the words of sizing; one that is not known carries nothing."""
+    """The slowest link in the words of sizing; "" where it is not known."""
     if len(indices) == 1:
         return "nvlink"
     word = worst_link(indices, seen.topology)
-    return LINKS.get("NV" if word.startswith("NV") else word, "sys")
+    return LINKS.get("NV" if re.fullmatch(r"NV\d+", word) else word, "")
 
 
 # -- memory
@@ -185,31 +186,39 @@ def fit(
     problem = architecture_problem(version, config, {**model.vllm_args, **one.vllm_args})
     if problem:
         return Sized(source, why_not=problem, reasons=(problem,) if applied else ())
+    given = {**model.vllm_args, **one.vllm_args}
+    if not link and applied and not {"tensor-parallel-size", "tensor_parallel_size"} & set(given):
+        # Guessing would give other settings, and a restart, whenever one look at a host fails.
+        unknown = (
+            "how its cards are linked is not known, and its settings follow from that: see what "
+            "`nvidia-smi topo -m` says on the host, or set tensor-parallel-size in vllm_args"
+        )
+        return Sized(source, why_not=unknown, reasons=(unknown,))
     least = min((c.memory_mib or 0) for c in cards)
     try:
         gpu = gpu_from_smi(cards[0].name, least)
-        given = engine.options({**model.vllm_args, **one.vllm_args})
+        own = engine.options(given)
         if isinstance(model.max_model_len, int):
-            given.setdefault("max-model-len", model.max_model_len)
+            own.setdefault("max-model-len", model.max_model_len)
         choices = choose(
             config,
             gpu,
             len(cards),
-            links=link,
+            links=link or "sys",
             repo=model.repo,
             vllm_version=version,
             task=model.task,
-            given=given,
+            given=own,
         )
-        sizing = choices.sizing if applied else _as_is(config, gpu, len(cards), version, one, given)
+        sizing = choices.sizing if applied else _as_is(config, gpu, len(cards), version, own)
     except SizingError as error:
         return Sized(source, why_not=str(error))
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         return Sized(source, why_not=f"it cannot be sized with these vllm_args: {error}")
-    dropped = [c.name for c in choices.settings if c.by == "plan" and _refused(c, version)]
+    dropped = _refused(choices.settings, version)
     if dropped:
         settings = tuple(c for c in choices.settings if c.name not in dropped)
-        choices = Choices(settings, choices.sizing, choices.refusals, choices.warnings)
+        choices = replace(choices, settings=settings)
     return Sized(
         source,
         sizing=sizing,
@@ -263,7 +272,6 @@ def _as_is(
     gpu: Any,
     count: int,
     version: str,
-    one: Instance,
     given: Mapping[str, Any],
 ) -> Sizing:
     """The sizing of what runs where no setting is chosen: the operator's, else vLLM's own."""
@@ -300,9 +308,16 @@ def _usable(choice: Choice) -> bool:
     return choice.by == "plan" and choice.value is not None and choice.name != "quantization"
 
 
-def _refused(choice: Choice, version: str) -> bool:
-    """Whether this version does not take a chosen option."""
-    if not _usable(choice):
-        return False
-    words = [w for line in engine.option_words(choice.name, choice.value) for w in line]
-    return bool(check_args(version, words))
+def _refused(settings: Sequence[Choice], version: str) -> set[str]:
+    """Names of the chosen options that this version does not take as they are."""
+    words = {
+        c.name: [w for line in engine.option_words(c.name, c.value) for w in line]
+        for c in settings
+        if c.value is not None and c.name != "quantization"
+    }
+    together = set(check_args(version, [w for its in words.values() for w in its]))
+    return {
+        c.name
+        for c in settings
+        if _usable(c) and together & set(check_args(version, words[c.name]))
+    }
