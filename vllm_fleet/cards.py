@@ -136,7 +136,9 @@ def groups(
         out += _unlinked(usable, topology)
         gone = {o.gpu for o in out}
         usable = [c for c in usable if c.index not in gone]
-        out += _broken(usable, topology)
+        # A card in use still shows what its peers should be linked by.
+        whole = [c for c in cards if not c.faults and not c.mig and c.index in topology.cards]
+        out += [o for o in _broken(whole, topology) if o.gpu not in gone]
         gone = {o.gpu for o in out}
         usable = [c for c in usable if c.index not in gone]
         warnings += _degraded(usable, topology)

@@ -33,10 +33,8 @@ monitoring = [_host("gw-1", "10.0.0.9")]
 VARS = ALL.replace("gpu-1", '"@fake/gpu-1"').replace("gpu-2", '"@fake/gpu-2"')
 
 
-def run(
-    root: Path, *flags: str, text: str = VARS, **changes: dict[str, Any] | None
-) -> subprocess.CompletedProcess[str]:
-    """Run deploy.py with the state of each host; None as a change: the host gives no facts."""
+def lay_out(root: Path, text: str = VARS, **changes: dict[str, Any] | None) -> None:
+    """Write an operator's directory with these hosts; None as a change: it gives no facts."""
     for folder in ("inventory", "group_vars"):
         (root / folder).mkdir(exist_ok=True)
     (root / "inventory" / "prod.py").write_text(INVENTORY)
@@ -49,6 +47,13 @@ def run(
         if (change := changes.get(name.replace("-", "_"), {})) is not None
     }
     (root / "states.json").write_text(json.dumps(found))
+
+
+def run(
+    root: Path, *flags: str, text: str = VARS, **changes: dict[str, Any] | None
+) -> subprocess.CompletedProcess[str]:
+    """Run deploy.py with the state of each host; None as a change: the host gives no facts."""
+    lay_out(root, text, **changes)
     return subprocess.run(
         [sys.executable, "-m", "pyinfra", *flags, "inventory/prod.py", "deploy.py"],
         cwd=root,
