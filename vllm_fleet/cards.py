@@ -51,6 +51,7 @@ __all__ = [
     "parse_topo",
     "parse_versions",
     "resolve",
+    "worst_link",
 ]
 
 # Links from best to worst; a group is made within one of these levels before the next is tried.
@@ -135,7 +136,9 @@ def groups(
         out += _unlinked(usable, topology)
         gone = {o.gpu for o in out}
         usable = [c for c in usable if c.index not in gone]
-        out += _broken(usable, topology)
+        # A card in use still shows what its peers should be linked by.
+        whole = [c for c in cards if not c.faults and not c.mig and c.index in topology.cards]
+        out += [o for o in _broken(whole, topology) if o.gpu not in gone]
         gone = {o.gpu for o in out}
         usable = [c for c in usable if c.index not in gone]
         warnings += _degraded(usable, topology)
@@ -430,12 +433,13 @@ def _group(cards: Sequence[Card], topology: Topology | None) -> Group:
         gpus=tuple(c.index for c in ordered),
         name=ordered[0].name,
         memory_mib=min(memory) if memory else None,
-        link=_worst([c.index for c in ordered], topology),
+        link=worst_link([c.index for c in ordered], topology),
         vendor=ordered[0].vendor,
     )
 
 
-def _worst(indices: Sequence[int], topology: Topology | None) -> str:
+def worst_link(indices: Sequence[int], topology: Topology | None) -> str:
+    """The slowest link between any two of these cards, in the words of :class:`Group`."""
     if len(indices) == 1:
         return "single"
     if topology is None:

@@ -93,7 +93,7 @@ def command(instance: PlannedInstance) -> list[list[str]]:
     if model.trust_remote_code:
         lines.append(["--trust-remote-code"])
     for name, value in given.items():
-        lines.extend(_option(name, value))
+        lines.extend(option_words(name, value))
     if "disable-uvicorn-access-log" not in given:
         # Two lines a second of gateways and monitors would hide what matters in the journal;
         # who asked what stands in the gateway's log.
@@ -129,7 +129,8 @@ def _tensor_parallel(instance: PlannedInstance, given: Mapping[str, object]) -> 
     return len(instance.cards) // share
 
 
-def _option(name: str, value: object) -> Iterator[list[str]]:
+def option_words(name: str, value: object) -> Iterator[list[str]]:
+    """The words of one option of ``vllm_args``, by long name; none where it is left out."""
     if value is None:
         return
     if value is True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shlex
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,13 @@ from vllm_fleet.render import render
 from vllm_fleet.spec.model import Device
 
 UNITS = "/etc/systemd/system"
-SCRIPTS = ("gate", "before_start", "warmup", "stop")  # in vllm_fleet/gate, put to paths.LIB
+SCRIPTS = (
+    "gate",
+    "before_start",
+    "warmup",
+    "bootlog",
+    "stop",
+)  # in vllm_fleet/gate, put to paths.LIB
 START_LIMIT_BURST = 4
 SHUTDOWN_SECONDS = 30  # from SIGTERM to SIGKILL; stop.py has the same
 JOURNAL_GIB = 4
@@ -54,7 +61,14 @@ def files(instance: PlannedInstance) -> list[ManagedFile]:
     :class:`vllm_fleet.engine.EngineError` on settings that cannot be passed on.
     """
     environment = {**_environment(instance), "FLEET_CHECKSUM": running_checksum(instance)}
+    planned = json.dumps(instance.expected, indent=1) + "\n"
     return [
+        *(
+            # Not part of the checksum: what is only expected is no reason to restart.
+            [ManagedFile(f"{paths.ETC}/{instance.name}.plan.json", planned)]
+            if instance.expected
+            else []
+        ),
         ManagedFile(f"{paths.ETC}/{instance.name}.sh", _script(instance), mode=0o755),
         ManagedFile(f"{UNITS}/{instance.unit}.d/10-instance.conf", _drop_in(instance)),
         ManagedFile(

@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 
-from vllm_fleet import gateway, monitoring, paths, release, weights
+from vllm_fleet import exam, gateway, monitoring, paths, placement, release, weights
 from vllm_fleet import instance as vllm
+from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
+from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.spec.inputs import Inputs, version_of
 from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance
-from vllm_fleet.state import HostState, Process
-
-OLDEST = {"debian": 12.0, "ubuntu": 22.04}
+from vllm_fleet.state import HostState
+from vllm_fleet.survey import HostView, Sized, lines_of, survey
 
 COMMON_PACKAGES = ("python3", "python3-venv", "prometheus-node-exporter")
 # Triton and FlashInfer compile kernels while serving: compiler, Python headers, ninja.
@@ -32,8 +33,6 @@ GPU_PACKAGES = ("gcc", "g++", "ninja-build", "python3-dev", "libnuma1")
 GATEWAY_PACKAGES = gateway.PACKAGES
 MONITORING_PACKAGES = ("prometheus",)
 
-NGINX = "nginx.service"
-PROMETHEUS = "prometheus.service"
 NODE_EXPORTER = "prometheus-node-exporter.service"
 GRAFANA = "grafana-server.service"
 JOURNALD = "systemd-journald.service"
@@ -54,15 +53,6 @@ class Refusal(Exception):
     def __init__(self, reasons: list[str]):
         super().__init__("\n".join(reasons))
         self.reasons = reasons
-
-
-@dataclass(frozen=True)
-class Card:
-    """One GPU as nvidia-smi lists it."""
-
-    index: int
-    uuid: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +111,7 @@ class HostPlan:
     monitoring_services: tuple[Service, ...] = ()
     retired: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    new_lines: Mapping[Key, Placed] = field(default_factory=dict)  # of the placement file
 
     @property
     def missing_packages(self) -> tuple[str, ...]:
@@ -177,114 +168,15 @@ def asked() -> str:
                     *GPU_PACKAGES,
                     *GATEWAY_PACKAGES,
                     *MONITORING_PACKAGES,
+                    *exam.PACKAGES,
                     "grafana",
                 }
             ),
-            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD],
+            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD, *exam.UNITS],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS],
         }
     )
-
-
-def cards_of(csv: str) -> dict[int, Card]:
-    """Cards by index from the fact's nvidia-smi query; lines of another shape are left out."""
-    found = {}
-    for line in csv.splitlines():
-        fields = [f.strip() for f in line.split(",")]
-        if len(fields) >= 3 and fields[0].isdigit():
-            found[int(fields[0])] = Card(int(fields[0]), fields[1], fields[2])
-    return found
-
-
-def described(process: Process) -> str:
-    """A process for a message: who, what, where it belongs."""
-    unit = f", unit {process['unit']}" if process.get("unit") else ", outside any unit"
-    return f"pid {process['pid']} of {process['user']}{unit}: {process['command'] or '?'}"
-
-
-def host_refusals(spec: HostSpec, state: HostState) -> list[str]:
-    """Why this host cannot be what the spec wants, whatever the plan; with remedies."""
-    name, reasons = spec.name, []
-    if state.user != "root":
-        reasons.append(
-            f"{name}: commands run as {state.user}, not root: "
-            "set _sudo (and _sudo_password) for it in the inventory"
-        )
-    if not state.systemd:
-        reasons.append(
-            f"{name}: PID 1 is {state.init}, not systemd: instances are systemd units; "
-            "use a host, or a container that boots systemd"
-        )
-    oldest = OLDEST.get(state.os["id"])
-    try:
-        version = float(".".join(state.os["version"].split(".")[:2]) or 0)
-    except ValueError:
-        version = 0.0
-    if oldest is None or version < oldest:
-        reasons.append(
-            f"{name}: {state.os['name'] or 'unknown system'} is not supported: "
-            "Debian 12 or later, or Ubuntu 22.04 or later"
-        )
-    return reasons
-
-
-def port_refusals(spec: HostSpec, state: HostState) -> list[str]:
-    """Ports of the plan that somebody else holds."""
-    wanted = {i.port: (f"instance {i.name}", f"vllm@{i.name}.service") for i in spec.instances}
-    if "gateway" in spec.groups:
-        wanted[spec.settings.gateway.listen] = ("the gateway", NGINX)
-    if "monitoring" in spec.groups:
-        wanted[spec.settings.monitoring.listen] = ("Prometheus", PROMETHEUS)
-    reasons = []
-    for port, (what, unit) in sorted(wanted.items()):
-        holder = state.listening.get(str(port))
-        ours = holder and (
-            holder.get("unit") == unit or str(holder.get("unit")).startswith("vllm@")
-        )
-        if holder and not ours:
-            reasons.append(
-                f"{spec.name}: port {port} of {what} is taken by {described(holder)}: "
-                "stop it, or choose another port"
-            )
-    return reasons
-
-
-def card_refusals(spec: HostSpec, state: HostState) -> list[str]:
-    """Cards of the plan that are missing, or that somebody else holds."""
-    if spec.settings.device != "cuda" or not spec.instances:
-        return []
-    if state.cards.get("error"):
-        return [f"{spec.name}: nvidia-smi: {state.cards['error']}: mend the driver first"]
-    cards = cards_of(state.cards.get("csv", ""))
-    if not cards:
-        return [
-            f"{spec.name}: no NVIDIA driver or card (nvidia-smi lists none): install the driver, "
-            "or set `device` to rocm or cpu"
-        ]
-    reasons = []
-    for instance in spec.instances:
-        if isinstance(instance.cards, str):
-            reasons.append(
-                f"{spec.name}: instance {instance.name}: cards {instance.cards!r}: a count and "
-                "kind is not resolved yet; write the indices that nvidia-smi lists"
-            )
-            continue
-        for index in instance.cards:
-            card = cards.get(index)
-            if card is None:
-                reasons.append(
-                    f"{spec.name}: instance {instance.name} wants card {index}; "
-                    f"nvidia-smi lists {', '.join(map(str, cards))}"
-                )
-                continue
-            reasons += [
-                f"{spec.name}: card {index} of instance {instance.name} is held by "
-                f"{described(holder)}: stop it, or give the instance other cards"
-                for holder in state.cards.get("holders", ())
-                if holder["uuid"] == card.uuid and not str(holder.get("unit")).startswith("vllm@")
-            ]
-    return reasons
 
 
 def disk_refusals(spec: HostSpec, state: HostState, missing: int) -> list[str]:
@@ -319,21 +211,15 @@ def plan_fleet(
     Gateways and monitors are told of the instances of all hosts, also of those that take no
     part in this run. Raises :class:`Refusal` with all reasons of all hosts at once.
     """
-    reasons: list[str] = []
-    for spec in fleet.hosts:
-        if spec.name not in states:
-            continue
-        state = states[spec.name]
-        unfit = host_refusals(spec, state)
-        # The rest would only repeat that the host is not what it should be.
-        reasons += unfit or port_refusals(spec, state) + card_refusals(spec, state)
+    views = survey(fleet, states, inputs)
+    reasons = [reason for view in views.values() for reason in view.reasons]
     if reasons:
         raise Refusal(reasons)
     instances: dict[str, tuple[PlannedInstance, ...]] = {}
     for spec in fleet.hosts:
         with _refusing(spec, reasons):
             instances[spec.name] = tuple(
-                _instance(spec, one, states.get(spec.name), inputs) for one in spec.instances
+                _instance(spec, one, views.get(spec.name), inputs) for one in spec.instances
             )
     if reasons:
         raise Refusal(reasons)
@@ -343,13 +229,24 @@ def plan_fleet(
         if spec.name in states:
             with _refusing(spec, reasons):
                 plans[spec.name] = _host_plan(
-                    fleet, spec, states[spec.name], instances[spec.name], pools, inputs
+                    fleet, views[spec.name], instances[spec.name], pools, inputs
                 )
     for plan in plans.values():
         reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
     if reasons:
         raise Refusal(reasons)
     return plans
+
+
+def placement_of(plans: Mapping[str, HostPlan], inputs: Inputs) -> dict[Key, Placed] | None:
+    """All lines that the placement file must hold; None where it holds them already."""
+    new = {key: line for plan in plans.values() for key, line in plan.new_lines.items()}
+    return {**inputs.placement.lines, **new} if new else None
+
+
+def fleet_notices(fleet: Fleet, inputs: Inputs) -> list[str]:
+    """What is odd about the fleet as a whole."""
+    return placement.stale(inputs.placement, fleet.hosts)
 
 
 @contextmanager
@@ -368,13 +265,16 @@ def _release(spec: HostSpec, version: str, inputs: Inputs) -> ReleaseBuild:
 
 
 def _instance(
-    spec: HostSpec, one: Instance, state: HostState | None, inputs: Inputs
+    spec: HostSpec, one: Instance, view: HostView | None, inputs: Inputs
 ) -> PlannedInstance:
     settings, model = spec.settings, spec.settings.models[one.model]
     version = version_of(spec, one)
     wanted = _release(spec, version, inputs).id
     cards = one.cards if not isinstance(one.cards, str) else ()
-    known = cards_of(state.cards.get("csv", "")) if state else {}
+    if view is not None:
+        cards = view.cards.get(one.name, cards)
+    known = view.seen.by_index if view else {}
+    sized = view.sized.get(one.name, Sized()) if view else Sized()
     return PlannedInstance(
         host=spec.name,
         address=spec.address,
@@ -385,13 +285,14 @@ def _instance(
         device=settings.device,
         cards=cards,
         uuids=tuple(known[c].uuid for c in cards if c in known),
-        release=_kept_release(one, state) or wanted,
+        release=_kept_release(one, view.state if view else None) or wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**model.vllm_args, **one.vllm_args},
+        args={**sized.args, **model.vllm_args, **one.vllm_args},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,
+        expected=sized.expected if sized.applied else {},
     )
 
 
@@ -405,12 +306,12 @@ def _kept_release(one: Instance, state: HostState | None) -> str | None:
 
 def _host_plan(
     fleet: Fleet,
-    spec: HostSpec,
-    state: HostState,
+    view: HostView,
     instances: tuple[PlannedInstance, ...],
     pools: tuple[Pool, ...],
     inputs: Inputs,
 ) -> HostPlan:
+    spec, state = view.spec, view.state
     settings, monitors = spec.settings, fleet.group("monitoring")
     packages: set[str] = set()
     files: list[ManagedFile] = []
@@ -418,7 +319,7 @@ def _host_plan(
     monitoring_services: list[Service] = []
     releases: dict[str, ReleaseBuild] = {}
     fetches: dict[str, WeightsFetch] = {}
-    notices: list[str] = []
+    notices = view.notices
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
         files += [
@@ -517,6 +418,7 @@ def _host_plan(
         gateway_services=tuple(gateway_services),
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),
+        new_lines=lines_of({spec.name: view}),
         notices=tuple(notices),
     )
 

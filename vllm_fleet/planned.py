@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_fleet.spec.model import Device, Model
 
@@ -27,6 +27,9 @@ class PlannedInstance:
     env: dict[str, str]
     start_seconds: int
     drain_seconds: int
+    # Memory that sizing expects, per card: weights_gib, kv_cache_gib, kv_cache_tokens,
+    # max_concurrency; empty where it was not sized, or not with these options.
+    expected: dict[str, float] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:

@@ -30,13 +30,22 @@ class HostState:
     files: dict[str, list[str]]  # [sha256, mode, owner, group] by path, as it is
     units: dict[str, dict[str, str]]
     listening: dict[str, Process]  # by TCP port
-    cards: dict[str, Any]  # present, error, csv, holders
+    cards: dict[str, Any]  # texts of nvidia-smi (csv, topo, p2p, head), holders, error; rocm
     releases: dict[str, dict[str, Any]]  # stamp by id
     tools: str | None  # id of the tools venv in use
-    weights: dict[str, dict[str, Any]]  # by path of the stamp: what it says, and "intact"
+    weights: dict[str, dict[str, Any]]  # by path of the stamp: what it says, "intact", config
     loaded: dict[str, str] = field(default_factory=dict)  # checksum that a daemon last read
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)
     texts: dict[str, str | None] = field(default_factory=dict)  # of files of others, by path
+    cmdline: str = ""  # of the kernel
+    uptime_s: int = 0
+    cpus: int = 0
+    numa: dict[str, dict[str, Any]] = field(default_factory=dict)  # cpus, memory_mib by node
+    nics: dict[str, dict[str, Any]] = field(default_factory=dict)  # state, speed_mbit, mtu, ...
+    rdma: dict[str, dict[str, Any]] = field(default_factory=dict)  # by device:port
+    kernel_log: list[str] = field(default_factory=list)  # lines of it that tell of broken cards
+    limits: dict[str, str] = field(default_factory=dict)  # memlock: systemd's default in bytes
+    nodes: list[str] = field(default_factory=list)  # /dev/nvidia*, /dev/kfd, /dev/dri/*
 
     def to_json(self) -> dict[str, Any]:
         """For pyinfra's debug output."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.unit.cards.made import matrix, uniform
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.spec.model import Fleet
 from vllm_fleet.state import HostState
@@ -25,8 +26,15 @@ instances:
   - {name: qwen-a, hosts: [gpu-1], model: qwen, cards: [2], port: 8002}
 """
 CARDS = "\n".join(
-    f"{i}, GPU-{i}{i}{i}{i}, NVIDIA L40S, 46068, 4, 00000000:{i}1:00.0, 8.9, 580.95.05"
-    for i in range(4)
+    [
+        "index, name, uuid, pci.bus_id, memory.total [MiB], memory.used [MiB], compute_cap, "
+        "driver_version, persistence_mode",
+        *(
+            f"{i}, NVIDIA L40S, GPU-{i}{i}{i}{i}, 00000000:{i}1:00.0, 46068 MiB, 4 MiB, 8.9, "
+            "580.95.05, Enabled"
+            for i in range(4)
+        ),
+    ]
 )
 
 
@@ -63,7 +71,13 @@ def state(**changes: Any) -> HostState:
         "files": {},
         "units": {},
         "listening": {},
-        "cards": {"present": True, "error": None, "csv": CARDS, "holders": []},
+        "cards": {
+            "present": True,
+            "error": None,
+            "csv": CARDS,
+            "holders": [],
+            "topo": matrix(uniform(4, "PIX")),
+        },
         "releases": {},
         "tools": None,
         "weights": {},

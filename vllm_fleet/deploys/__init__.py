@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from pyinfra import logger
 from pyinfra.api import Host, State
-from pyinfra.api.exceptions import NestedOperationError
+from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 from pyinfra.operations import python
 
-from vllm_fleet.deploys.fleet import fleet_plans, my_plan
+from vllm_fleet.deploys.fleet import fleet_plans, my_plan, new_placement
 from vllm_fleet.operations import flow
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.operations import instance as instances
 from vllm_fleet.operations import release as releases
 from vllm_fleet.operations import weights as model_weights
+from vllm_fleet.placement import write_placement
 from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
 
@@ -40,9 +41,12 @@ def meet(name: str) -> None:
 
 
 def prepare(plan: HostPlan | None) -> None:
-    """Debian packages, then every file of ours in one go."""
+    """Cards that were chosen are written down; Debian packages; every file of ours in one go."""
     if plan is None:
         return
+    if new_placement() is not None:
+        # On every host: where it fails, all of them must stop.
+        python.call(name="Cards chosen, written down", function=write_down)
     hosts.packages(name="Debian packages", plan=plan)
     hosts.files(name="Files of ours", plan=plan)
 
@@ -83,6 +87,25 @@ def retire(plan: HostPlan | None) -> None:
         return
     instances.retired(name="Instances no longer in the plan", plan=plan)
     hosts.files(name="Files no longer in the plan", plan=plan, keep_removed=False)
+
+
+def write_down(state: State, host: Host) -> None:
+    """Have the placement file written on the operator's machine, before a host is changed.
+
+    Raises DeployError, on each host: a later run could choose other cards.
+    """
+    placement = new_placement()
+    assert placement is not None, "called only where there is something to write"
+    try:
+        if placement.written():
+            return
+        write_placement(placement.root, placement.path, placement.lines)
+    except OSError as error:
+        raise DeployError(
+            f"nothing was changed: {placement.root / placement.path} cannot be written "
+            f"({error.strerror}): without it a later run could move instances to other cards"
+        ) from None
+    logger.info(f"{placement.path}: cards written down; commit this file")
 
 
 def replace_in_turn(state: State, host: Host) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import gevent
@@ -14,6 +15,7 @@ from pyinfra.context import ctx_host
 
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
+from vllm_fleet.placement import Key, Placed, text_of
 from vllm_fleet.plan import HostPlan, Refusal
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
@@ -21,9 +23,25 @@ from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.state import HostState
 
+
+@dataclass(frozen=True)
+class NewPlacement:
+    """The placement file as it must become."""
+
+    root: Path
+    path: str  # relative to root
+    lines: dict[Key, Placed]
+
+    def written(self) -> bool:
+        """Whether the file holds these lines by now."""
+        path = self.root / self.path
+        return path.is_file() and path.read_text(encoding="utf-8") == text_of(self.lines)
+
+
 # pyinfra runs the deploy file once a host, side by side: the first one here plans for all.
 _lock = RLock()
 _plans: dict[int, dict[str, HostPlan]] = {}
+_placements: dict[int, NewPlacement | None] = {}
 
 
 def my_plan() -> HostPlan | None:
@@ -40,8 +58,14 @@ def fleet_plans() -> dict[str, HostPlan]:
     with _lock:
         key = id(state.inventory)
         if key not in _plans:
-            _plans[key] = _plan_all()
+            _plans[key], _placements[key] = _plan_all()
         return _plans[key]
+
+
+def new_placement() -> NewPlacement | None:
+    """The placement file to write; None where it holds every line of this run already."""
+    fleet_plans()
+    return _placements[id(state.inventory)]
 
 
 def inventory_file() -> str:
@@ -59,7 +83,7 @@ def inventory_file() -> str:
     )
 
 
-def _plan_all() -> dict[str, HostPlan]:
+def _plan_all() -> tuple[dict[str, HostPlan], NewPlacement | None]:
     try:
         fleet = resolved(load_fleet(inventory_file()))
         inputs = read_inputs(fleet)
@@ -77,7 +101,12 @@ def _plan_all() -> dict[str, HostPlan]:
     for plan in plans.values():
         for notice in plan.notices:
             logger.warning("%s: %s", plan.spec.name, notice)
-    return plans
+    for notice in planning.fleet_notices(fleet, inputs):
+        logger.warning("%s", notice)
+    lines = planning.placement_of(plans, inputs)
+    if lines is None:
+        return plans, None
+    return plans, NewPlacement(Path(fleet.root), inputs.placement.path, lines)
 
 
 def _states(hosts: list[PyinfraHost]) -> dict[str, HostState]:

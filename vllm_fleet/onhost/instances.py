@@ -96,6 +96,7 @@ class Start:
         if active == "active":
             self.outcome = ""
             say(f"{self.name}: ready after {took:.0f} s")
+            self.tell_memory(now.get("InvocationID", ""))
         elif active == "failed" or failures >= TRIES:
             self.outcome = f"failed to start ({now.get('Result')}, {max(failures, 1)} tries)"
         elif active == "inactive" and took > 5:
@@ -106,6 +107,21 @@ class Start:
             self.said = took
             say(f"{self.name}: {active} ({now.get('SubState')}) for {took:.0f} s")
         return self.outcome is not None
+
+    def tell_memory(self, invocation: str) -> None:
+        """What bootlog.py found of this very start, differences from the plan first."""
+        try:
+            with open(os.path.join(STATE, self.name, "actual.json"), encoding="utf-8") as file:
+                report = json.load(file)
+        except (OSError, ValueError):
+            return
+        if report.get("invocation") != invocation:
+            return
+        for one in report.get("differences", ()):
+            say(
+                f"{self.name}: warning: {one['what']}: planned {one['planned']:,}, "
+                f"found {one['actual']:,} ({one['percent']:+} %): {one['cause']}"
+            )
 
 
 def start(order: Dict[str, Any]) -> int:
@@ -138,6 +154,9 @@ def retire(order: Dict[str, Any]) -> int:
             code = 1
             continue
         systemctl("reset-failed", unit)
+        exported = os.path.join(STATE, "metrics", f"vllm_fleet_plan_{name}.prom")
+        if os.path.exists(exported):
+            os.unlink(exported)
         folder = os.path.join(STATE, name)
         if os.path.isdir(folder) and not os.path.islink(folder):
             shutil.rmtree(folder)

@@ -19,7 +19,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+import threading
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 OPT = "/opt/vllm"
 STATE = "/var/lib/vllm"
@@ -27,26 +28,95 @@ RUN = "/run/vllm"
 ETC = "/etc/vllm"
 MANIFEST = STATE + "/manifest.json"
 UNIT_FIELDS = (
-    "Id,ActiveState,SubState,UnitFileState,MainPID,Result,NRestarts,NeedDaemonReload,FragmentPath"
+    "Id,LoadState,ActiveState,SubState,UnitFileState,MainPID,Result,NRestarts,NeedDaemonReload,"
+    "FragmentPath,LimitMEMLOCK"
 )
-CARD_QUERY = "index,uuid,name,memory.total,memory.used,pci.bus_id,compute_cap,driver_version"
+# What older drivers do not know is taken out by the name that nvidia-smi complains of.
+CARD_QUERY = (
+    "index",
+    "name",
+    "uuid",
+    "pci.bus_id",
+    "memory.total",
+    "memory.used",
+    "compute_cap",
+    "driver_version",
+    "ecc.mode.current",
+    "mig.mode.current",
+    "persistence_mode",
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "clocks_throttle_reasons.hw_slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown",
+    "clocks_throttle_reasons.hw_power_brake_slowdown",
+    "clocks_throttle_reasons.sw_thermal_slowdown",
+    "ecc.errors.uncorrected.volatile.total",
+    "retired_pages.pending",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "gpu_recovery_action",
+    "fabric.state",
+    "fabric.status",
+)
+CARD_SECONDS = 20  # a driver that hangs must not hang the deploy
+OTHER_SECONDS = 20
+KERNEL_LINES = 60
+CONFIG_BYTES = 512 * 1024
 
 
-def output(*command: str) -> Tuple[int, str, str]:
-    """(exit code, standard output, standard error) of a command; 127 where it is missing."""
+def output(*command: str, seconds: float = OTHER_SECONDS) -> Tuple[int, str, str]:
+    """(exit code, standard output, standard error) of a command; 127 where it is missing.
+
+    One that does not answer in time is killed and not waited for: nvidia-smi on a dead card
+    sits in the kernel, where no signal reaches it.
+    """
+    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60, check=False
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
         )
     except FileNotFoundError:
         return 127, "", f"{command[0]}: not found"
+    except OSError as error:
+        return 126, "", f"{command[0]}: {error.strerror}"
+    try:
+        text, error_text = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return 124, "", f"{command[0]}: no answer within 60 s"
-    return (
-        done.returncode,
-        done.stdout.decode(errors="replace"),
-        done.stderr.decode(errors="replace"),
-    )
+        process.kill()
+        return 124, "", f"{command[0]}: no answer within {seconds:.0f} s"
+    return process.returncode, text.decode(errors="replace"), error_text.decode(errors="replace")
+
+
+def side_by_side(jobs: Dict[str, Callable[[], Any]]) -> Dict[str, Any]:
+    """Results of several looks at the host, made at once; None for one that failed.
+
+    Each job bounds its own time.
+    """
+    found: Dict[str, Any] = dict.fromkeys(jobs)
+
+    def run(name: str, job: Callable[[], Any]) -> None:
+        try:
+            found[name] = job()
+        except Exception as error:  # one odd corner of a host must not hide the rest of it
+            print(f"state: {name}: {error!r}", file=sys.stderr)
+
+    threads = [
+        threading.Thread(target=run, args=(name, job), daemon=True) for name, job in jobs.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
 
 
 def read(path: str) -> Optional[str]:
@@ -192,26 +262,188 @@ def listening() -> Dict[str, Dict[str, Any]]:
     return found
 
 
-def cards() -> Dict[str, Any]:
-    """Texts of nvidia-smi: the cards, and the processes that hold them."""
-    code, text, error = output(
-        "nvidia-smi", f"--query-gpu={CARD_QUERY}", "--format=csv,noheader,nounits"
+def query_cards() -> Tuple[int, str, str]:
+    """nvidia-smi's list of cards with every field that its version knows."""
+    fields = list(CARD_QUERY)
+    while True:
+        code, text, error = output(
+            "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv", seconds=CARD_SECONDS
+        )
+        unknown = re.search(r'Field "([\w.]+)" is not a valid field', text + error)
+        if code == 0 or unknown is None or unknown.group(1) not in fields:
+            return code, text, error
+        fields.remove(unknown.group(1))
+
+
+def nvidia() -> Dict[str, Any]:
+    """Texts of nvidia-smi: the cards, their links, and the processes that hold them."""
+    driver = read("/proc/driver/nvidia/version")
+    if shutil.which("nvidia-smi") is None:
+        return {"present": driver is not None, "error": None, "csv": "", "driver": driver or ""}
+    texts = side_by_side(
+        {
+            "csv": query_cards,
+            "apps": lambda: output(
+                "nvidia-smi",
+                "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+                "--format=csv",
+                seconds=CARD_SECONDS,
+            ),
+            "topo": lambda: output("nvidia-smi", "topo", "-m", seconds=CARD_SECONDS),
+            "p2p": lambda: output("nvidia-smi", "topo", "-p2p", "r", seconds=CARD_SECONDS),
+            "head": lambda: output("nvidia-smi", seconds=CARD_SECONDS),
+        }
     )
-    if code == 127:
-        return {"present": bool(glob.glob("/proc/driver/nvidia/version")), "error": None, "csv": ""}
+    code, text, error = texts["csv"] or (1, "", "nvidia-smi could not be run")
     if code != 0:
-        return {"present": True, "error": (error or text).strip()[:500], "csv": ""}
-    _, apps, _ = output(
-        "nvidia-smi",
-        "--query-compute-apps=gpu_uuid,pid,used_memory",
-        "--format=csv,noheader,nounits",
-    )
+        said = (error.strip() + "\n" + text.strip()).strip()[:500]
+        return {"present": True, "error": said or f"exit code {code}", "csv": "", "driver": driver}
+    apps = texts["apps"][1] if texts["apps"] else ""
     holders = []
     for line in apps.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) >= 2 and fields[1].isdigit():
-            holders.append({"uuid": fields[0], **process(int(fields[1]))})
-    return {"present": True, "error": None, "csv": text, "holders": holders}
+        if len(fields) >= 3 and fields[1].isdigit():
+            memory = re.match(r"\d+", fields[-1])
+            holders.append(
+                {
+                    "uuid": fields[0],
+                    "memory_mib": int(memory.group(0)) if memory else None,
+                    **process(int(fields[1])),
+                }
+            )
+    plain = {
+        name: answer[1] if (answer := texts[name]) and answer[0] == 0 else ""
+        for name in ("topo", "p2p", "head")
+    }
+    return {
+        "present": True,
+        "error": None,
+        "csv": text,
+        "holders": holders,
+        "topo": plain["topo"],
+        "p2p": plain["p2p"],
+        "head": "\n".join(plain["head"].splitlines()[:5]),
+        "driver": driver or "",
+        "nvswitches": len(glob.glob("/proc/driver/nvidia-nvswitch/devices/*")),
+    }
+
+
+def amd() -> Dict[str, str]:
+    """Texts of rocm-smi; empty where there is none."""
+    if shutil.which("rocm-smi") is None:
+        return {}
+    texts = side_by_side(
+        {
+            "json": lambda: output(
+                "rocm-smi",
+                "--showproductname",
+                "--showmeminfo",
+                "vram",
+                "--showuniqueid",
+                "--showbus",
+                "--json",
+                seconds=CARD_SECONDS,
+            ),
+            "topo": lambda: output("rocm-smi", "--showtopo", seconds=CARD_SECONDS),
+        }
+    )
+    return {name: answer[1] for name, answer in texts.items() if answer and answer[0] == 0}
+
+
+def cards() -> Dict[str, Any]:
+    """What the tools of both makers say."""
+    both = side_by_side({"nvidia": nvidia, "amd": amd})
+    found = both["nvidia"] or {"present": True, "error": "could not be looked at", "csv": ""}
+    return {**found, "rocm": both["amd"] or {}}
+
+
+def kernel_log() -> List[str]:
+    """The last lines of the kernel log that tell of broken cards; bounded by the ring buffer."""
+    code, text, _ = output("dmesg")
+    if code != 0:
+        code, text, _ = output("journalctl", "-k", "-b", "-q", "-n", "3000", "--no-pager")
+    wanted = re.compile(
+        r"NVRM:|nvidia-nvswitch|nvidia-nvlink|IO_PAGE_FAULT|amdgpu.*(reset|RAS|ras)"
+        r"|AER:.*(Uncorrect|Fatal)"
+    )
+    return [line[:300] for line in text.splitlines() if wanted.search(line)][-KERNEL_LINES:]
+
+
+def numa() -> Dict[str, Dict[str, Any]]:
+    """CPUs and memory of each NUMA node."""
+    found = {}
+    for folder in glob.glob("/sys/devices/system/node/node[0-9]*"):
+        total = re.search(r"MemTotal:\s+(\d+) kB", read(f"{folder}/meminfo") or "")
+        found[os.path.basename(folder)[4:]] = {
+            "cpus": (read(f"{folder}/cpulist") or "").strip(),
+            "memory_mib": int(total.group(1)) // 1024 if total else 0,
+        }
+    return found
+
+
+def linked(path: str) -> str:
+    """The last part of where a link leads; "" where it is none."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return ""
+
+
+def nics() -> Dict[str, Dict[str, Any]]:
+    """Network interfaces that are hardware or have an address, the loopback left out."""
+    addresses: Dict[str, List[str]] = {}
+    code, text, _ = output("ip", "-j", "addr")
+    for one in json.loads(text) if code == 0 and text.strip() else []:
+        addresses[one.get("ifname", "")] = [
+            f"{a['local']}/{a['prefixlen']}"
+            for a in one.get("addr_info", [])
+            if a.get("scope") == "global" and "local" in a
+        ]
+    found = {}
+    for folder in sorted(glob.glob("/sys/class/net/*")):
+        name = os.path.basename(folder)
+        hardware = os.path.exists(f"{folder}/device")
+        if name == "lo" or not (hardware or addresses.get(name)):
+            continue
+        speed = (read(f"{folder}/speed") or "").strip()  # unreadable where there is no link
+        found[name] = {
+            "state": (read(f"{folder}/operstate") or "").strip(),
+            "speed_mbit": int(speed) if speed.isdigit() else None,
+            "mtu": int((read(f"{folder}/mtu") or "0").strip() or 0),
+            "driver": linked(f"{folder}/device/driver"),
+            "hardware": hardware,
+            "addresses": addresses.get(name, []),
+        }
+        if len(found) == 64:
+            break
+    return found
+
+
+def rdma() -> Dict[str, Dict[str, Any]]:
+    """RDMA devices: state of each port, and the network interface behind it."""
+    found = {}
+    for folder in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
+        device, port = folder.split("/")[4], folder.split("/")[6]
+        interfaces = glob.glob(f"/sys/class/infiniband/{device}/device/net/*")
+        found[f"{device}:{port}"] = {
+            "state": (read(f"{folder}/state") or "").partition(":")[2].strip(),
+            "physical": (read(f"{folder}/phys_state") or "").partition(":")[2].strip(),
+            "rate": (read(f"{folder}/rate") or "").strip(),
+            "layer": (read(f"{folder}/link_layer") or "").strip(),
+            "interface": os.path.basename(interfaces[0]) if interfaces else "",
+        }
+    return found
+
+
+def limits() -> Dict[str, str]:
+    """What systemd gives a service that sets nothing itself."""
+    _, text, _ = output("systemctl", "show", "-p", "DefaultLimitMEMLOCK")
+    return {"memlock": text.strip().partition("=")[2]}
+
+
+def device_nodes() -> List[str]:
+    """The nodes that programs open to reach a card."""
+    return sorted(glob.glob("/dev/nvidia*") + glob.glob("/dev/kfd") + glob.glob("/dev/dri/*"))
 
 
 def disks(paths: Sequence[str]) -> Dict[str, Dict[str, int]]:
@@ -245,6 +477,7 @@ def instances() -> Dict[str, Dict[str, Any]]:
         name = os.path.basename(path)[: -len(".env")]
         release = re.search(r'^FLEET_RELEASE="?([^"\n]*)', read(path) or "", re.MULTILINE)
         found[name] = {
+            "actual": read_json(f"{STATE}/{name}/actual.json"),
             "running": (read(f"{STATE}/{name}/running") or "").strip(),
             "ready": os.path.exists(f"{RUN}/{name}/ready"),
             "release": os.path.basename(release.group(1)) if release else "",
@@ -273,8 +506,21 @@ def weights() -> Dict[str, Dict[str, Any]]:
             except (OSError, KeyError, TypeError):
                 intact = False
         kept = ("source", "repo", "revision", "passed")
-        found[path] = {**{key: stamp.get(key) for key in kept}, "intact": intact}
+        found[path] = {
+            **{key: stamp.get(key) for key in kept},
+            "intact": intact,
+            "config": small(f"{folder}/config.json"),
+            "quant": small(f"{folder}/hf_quant_config.json"),
+        }
     return found
+
+
+def small(path: str) -> Optional[str]:
+    """Text of a file that is not larger than a configuration should be; else None."""
+    try:
+        return read(path) if os.path.getsize(path) <= CONFIG_BYTES else None
+    except OSError:
+        return None
 
 
 def memory() -> Dict[str, int]:
@@ -297,37 +543,54 @@ def main() -> None:
     """Print the state."""
     asked = json.loads(sys.argv[1])
     manifest = read_json(MANIFEST) or {}
+    slow = side_by_side(
+        {
+            "cards": cards,
+            "kernel_log": kernel_log,
+            "nics": nics,
+            "limits": limits,
+            "packages": lambda: packages(asked["packages"]),
+            "units": lambda: units(asked["units"]),
+            "listening": listening,
+            "weights": weights,
+        }
+    )
     state = {
         "hostname": socket.gethostname(),
         "user": owner(os.geteuid(), os.getegid())[0],
         "os": os_release(),
         "arch": platform.machine(),
         "kernel": platform.release(),
+        "cmdline": (read("/proc/cmdline") or "").strip(),
+        "uptime_s": int(float((read("/proc/uptime") or "0").split()[0])),
+        "cpus": os.cpu_count() or 0,
         "glibc": platform.libc_ver()[1],
         "python": platform.python_version(),
         "init": (read("/proc/1/comm") or "").strip(),
         "systemd": os.path.isdir("/run/systemd/system"),
         "memory": memory(),
+        "numa": numa(),
         "disks": disks(asked["disks"]),
-        "packages": packages(asked["packages"]),
         "vllm_user": any(entry.pw_name == "vllm" for entry in pwd.getpwall()),
         "manifest": manifest,
         "files": {path: found for path in sorted(manifest) if (found := file_state(path))},
-        "units": units(asked["units"]),
-        "listening": listening(),
-        "cards": cards(),
+        "nodes": device_nodes(),
+        "rdma": rdma(),
         "releases": stamped(f"{OPT}/releases/*", "release.json"),
         "tools": tools(),
-        "weights": weights(),
         "loaded": {
             os.path.basename(path): (read(path) or "").strip()
             for path in glob.glob(f"{STATE}/loaded/*")
         },
         "instances": instances(),
         "texts": {path: read(path) for path in asked["texts"]},
+        **{name: found if found is not None else {} for name, found in slow.items()},
     }
     json.dump(state, sys.stdout, separators=(",", ":"))
     print()
+    sys.stdout.flush()
+    # A child stuck in the kernel must not hold this process: nothing is waited for.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from vllm_fleet.spec.complaints import Complaint, Loc
+from vllm_fleet.spec.engine_options import check_engine
 from vllm_fleet.spec.entries import check_entries
 from vllm_fleet.spec.findings import At, Findings, placed
 from vllm_fleet.spec.layers import Layer, Loaded, LoadedHost
@@ -28,6 +29,7 @@ def check_fleet(loaded: Loaded) -> tuple[tuple[Complaint, ...], tuple[Complaint,
         _listening(found, host)
     _names(found, loaded)
     check_named_files(found, loaded)
+    check_engine(found, warnings, loaded)
     if not loaded.inventory.complaints:
         _unserved(found, loaded)
         _fleet_warnings(warnings, loaded)

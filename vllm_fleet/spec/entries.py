@@ -131,7 +131,7 @@ def _options(found: Findings, layer: Layer, loc: Loc) -> None:
             found.say(at, f'is the same option as "{first}"; write it once', at_key=True)
         elif secret_value(value):
             found.say(at, SECRET_TEXT)
-        elif _holds_nul(value):
+        elif holds_nul(value):
             found.say(at, "must not hold a NUL character")
     for name in _keys(owner, "env"):
         at = At(layer, (*loc, "env", name))
@@ -160,9 +160,10 @@ def secret_value(value: Any) -> bool:
     return isinstance(value, str) and bool(_SECRET_VALUE.match(value))
 
 
-def _holds_nul(value: Any) -> bool:
+def holds_nul(value: Any) -> bool:
+    """Whether a text in a value holds a NUL, which no command line can carry."""
     if isinstance(value, dict):
-        return any(map(_holds_nul, [*value, *value.values()]))
+        return any(map(holds_nul, [*value, *value.values()]))
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_nul, value))
+        return any(map(holds_nul, value))
     return isinstance(value, str) and "\0" in value

@@ -1,14 +1,18 @@
-"""The files beside group_vars that the spec names: locks, keys of clients, certificates."""
+"""The files beside group_vars that a run reads: locks, keys, certificates, placement, configs."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from vllm_fleet import weights
+from vllm_fleet.placement import Placement, read_placement
 from vllm_fleet.spec.complaints import Complaint, SpecError
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class Inputs:
     tls: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     apt_keys: dict[str, str] = field(default_factory=dict)
+    placement: Placement = field(default_factory=Placement)
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by config_path
 
     def lock(self, spec: HostSpec, version: str) -> str | None:
         """Text of the lock that a host uses for a version; None where it uses none."""
@@ -47,6 +53,27 @@ def lock_path(path: str, version: str) -> str:
     return path.replace("{version}", version)
 
 
+def config_path(name: str, model: Model) -> str:
+    """Where a model's config.json is looked for beside group_vars."""
+    revision = f"@{weights.path_safe(model.revision)}" if model.source != "path" else ""
+    return f"configs/{weights.path_safe(name)}{revision}.json"
+
+
+def read_config(root: Path, path: str) -> dict[str, Any] | None:
+    """A config.json beside group_vars; None where there is none. Raises SpecError for others."""
+    try:
+        found = json.loads((root / path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        text = f"is no readable JSON ({error}); fetch it again, or delete it"
+        raise SpecError([Complaint(path, 0, 0, "", text)]) from None
+    if not isinstance(found, dict):
+        text = "must be the config.json of the model's repository; fetch it again, or delete it"
+        raise SpecError([Complaint(path, 0, 0, "", text)])
+    return found
+
+
 def version_of(spec: HostSpec, instance: Instance) -> str:
     """The wanted vLLM version of an instance: its own, its model's, or its host's."""
     model = spec.settings.models[instance.model]
@@ -61,8 +88,12 @@ def read_inputs(fleet: Fleet) -> Inputs:
     What they must hold was checked with the spec; OSError where one vanished since.
     """
     root = Path(fleet.root)
-    inputs = Inputs()
+    inputs = Inputs(placement=read_placement(root, fleet.inventory))
     for spec in fleet.group("gpu"):
+        for instance in spec.instances:
+            path = config_path(instance.model, spec.settings.models[instance.model])
+            if path not in inputs.configs and (config := read_config(root, path)) is not None:
+                inputs.configs[path] = config
         if token := spec.settings.hub.token_file:
             inputs.tokens[token] = (root / token).read_text(encoding="utf-8")
         if spec.settings.vllm_lock:

@@ -33,10 +33,8 @@ monitoring = [_host("gw-1", "10.0.0.9")]
 VARS = ALL.replace("gpu-1", '"@fake/gpu-1"').replace("gpu-2", '"@fake/gpu-2"')
 
 
-def run(
-    root: Path, *flags: str, text: str = VARS, **changes: dict[str, Any] | None
-) -> subprocess.CompletedProcess[str]:
-    """Run deploy.py with the state of each host; None as a change: the host gives no facts."""
+def lay_out(root: Path, text: str = VARS, **changes: dict[str, Any] | None) -> None:
+    """Write an operator's directory with these hosts; None as a change: it gives no facts."""
     for folder in ("inventory", "group_vars"):
         (root / folder).mkdir(exist_ok=True)
     (root / "inventory" / "prod.py").write_text(INVENTORY)
@@ -49,6 +47,13 @@ def run(
         if (change := changes.get(name.replace("-", "_"), {})) is not None
     }
     (root / "states.json").write_text(json.dumps(found))
+
+
+def run(
+    root: Path, *flags: str, text: str = VARS, **changes: dict[str, Any] | None
+) -> subprocess.CompletedProcess[str]:
+    """Run deploy.py with the state of each host; None as a change: the host gives no facts."""
+    lay_out(root, text, **changes)
     return subprocess.run(
         [sys.executable, "-m", "pyinfra", *flags, "inventory/prod.py", "deploy.py"],
         cwd=root,
@@ -128,3 +133,47 @@ def test_hosts_without_an_inventory_file_are_refused_in_words(tmp_path: Path) ->
     assert done.returncode == 1
     assert "group_vars stand beside an inventory file" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+BY_KIND = VARS.replace("cards: [2]", "cards: 1 x L40S")
+
+
+def test_chosen_cards_are_written_down_before_anything_is_changed_and_kept(tmp_path: Path) -> None:
+    dry = plan_of(run(tmp_path, "--json", "--dry", text=BY_KIND))
+    assert next(iter(dry)) == "Cards chosen, written down"
+    assert not (tmp_path / "placement").exists()
+    done = run(tmp_path, "-y", text=BY_KIND)
+    assert "Traceback" not in done.stderr
+    written = (tmp_path / "placement/prod.yml").read_text()
+    line = "qwen-a: {asked: 1 x L40S, cards: [2], uuids: [GPU-2222]}"
+    assert f"'@fake/gpu-1':\n  {line}\n" in written
+    assert done.stderr.index("Cards chosen, written down") < done.stderr.index("Debian packages")
+    again = plan_of(run(tmp_path, "--json", "--dry", text=BY_KIND))
+    assert "Cards chosen, written down" not in again
+
+
+def test_a_placement_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "placement").symlink_to("/nowhere/at/all")
+    done = run(tmp_path, "-y", text=BY_KIND)
+    assert done.returncode == 1
+    assert "nothing was changed" in done.stderr
+    assert "placement/prod.yml cannot be written" in done.stderr
+    assert "Starting operation: Debian packages" not in done.stderr
+
+
+def test_cards_that_moved_since_they_were_chosen_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "placement").mkdir()
+    (tmp_path / "placement/prod.yml").write_text(
+        "'@fake/gpu-1':\n"
+        "  qwen-a: {asked: 1 x L40S, cards: [2], uuids: [GPU-3333]}\n"
+        "  old: {asked: 1 x L40S, cards: [3], uuids: [GPU-3333]}\n"
+    )
+    done = run(tmp_path, "-y", text=BY_KIND)
+    assert done.returncode == 1
+    assert "qwen-a was given card 2 (GPU-3333), which is now card 3" in done.stderr
+    assert "Starting operation" not in done.stderr
+    text = (tmp_path / "placement/prod.yml").read_text()
+    (tmp_path / "placement/prod.yml").write_text(text.replace("[GPU-3333]", "[GPU-2222]", 1))
+    done = run(tmp_path, "--dry", text=BY_KIND)
+    assert done.returncode == 0
+    assert "old: no instance uses this line any more" in done.stderr

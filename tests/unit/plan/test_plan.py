@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
-from vllm_fleet.plan import HostPlan, Refusal, plan_fleet
+from vllm_fleet.placement import Placed, Placement
+from vllm_fleet.plan import HostPlan, Refusal, placement_of, plan_fleet
 from vllm_fleet.spec.inputs import Inputs, read_inputs
 
 
@@ -194,7 +195,7 @@ def test_a_host_that_is_not_fit_is_refused_with_place_and_remedy(
 def test_a_card_that_is_missing_or_held_is_named(tmp_path: Path) -> None:
     found = fleet(tmp_path)
     all_states = states(found)
-    csv = "\n".join(all_states["gpu-1"].cards["csv"].splitlines()[:2])
+    csv = "\n".join(all_states["gpu-1"].cards["csv"].splitlines()[:3])
     held = {"uuid": "GPU-0000", **FOREIGN}
     all_states["gpu-1"] = replace(
         all_states["gpu-1"],
@@ -207,10 +208,19 @@ def test_a_card_that_is_missing_or_held_is_named(tmp_path: Path) -> None:
     assert "qwen-a wants card 2; nvidia-smi lists 0, 1" in second
 
 
-def test_a_count_and_kind_of_cards_is_refused_until_it_can_be_resolved(tmp_path: Path) -> None:
+def test_a_count_and_kind_of_cards_becomes_indices_and_a_line_to_write_down(
+    tmp_path: Path,
+) -> None:
     found = fleet(tmp_path, all=ALL.replace("cards: [2]", "cards: 1 x L40S"))
-    with pytest.raises(Refusal, match=r"gpu-1: instance qwen-a: cards '1 x L40S'.*indices"):
-        plan_fleet(found, states(found), Inputs())
+    every = plan_fleet(found, states(found), Inputs(placement=Placement("placement/prod.yml")))
+    assert [i.cards for i in every["gpu-1"].instances] == [(0, 1), (2,)]
+    assert every["gpu-1"].instances[1].uuids == ("GPU-2222",)
+    written = placement_of(every, Inputs())
+    assert written == {("gpu-1", "qwen-a"): Placed("1 x L40S", (2,), ("GPU-2222",))}
+    later = Inputs(placement=Placement("placement/prod.yml", written))
+    again = plan_fleet(found, states(found), later)
+    assert placement_of(again, later) is None
+    assert again["gpu-1"].checksums == every["gpu-1"].checksums
 
 
 def test_a_prometheus_of_somebody_is_left_as_it_is(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""The script that looks at a host, with tools of its own making."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.cards.made import matrix, uniform
+from vllm_fleet import exam
+from vllm_fleet.cards import parse_gpus
+from vllm_fleet.onhost import state as script
+from vllm_fleet.plan import asked
+from vllm_fleet.state import HostState
+
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$*" in
+  *--query-gpu=*{unknown}*) echo 'Field "{unknown}" is not a valid field to query.'; exit 2 ;;
+  *--query-gpu=*)
+    fields=${{1#--query-gpu=}}
+    echo "$fields" | sed 's/,/, /g'
+    echo "$fields" | sed 's/,/, /g; s/index/0/; s/name/NVIDIA L40S/; s/\\buuid/GPU-1/
+      s/memory.total/46068 MiB/; s/memory.used/4 MiB/' ;;
+  *--query-compute-apps=*) echo "gpu_uuid, pid, process_name, used_gpu_memory [MiB]"
+    echo "GPU-1, {pid}, python, 300 MiB"; echo "GPU-1, 999999999, [Not Found], [N/A]" ;;
+  "topo -m") printf '%s' '{topo}' ;;
+  "topo -p2p r") {p2p} ;;
+  *) echo "| NVIDIA-SMI 580.95  Driver Version: 580.95   CUDA Version: 13.0 |" ;;
+esac
+"""
+
+
+def look(bin_dir: Path, seconds: float = 20) -> dict[str, Any]:
+    """What the script prints with these tools before all others."""
+    code = (
+        f"import sys\nsys.argv[1:] = [{asked()!r}]\nfrom vllm_fleet.onhost import state\n"
+        f"state.CARD_SECONDS = {seconds}\nstate.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": f"{bin_dir}:{os.environ['PATH']}"},
+        cwd=Path(__file__).resolve().parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def tool(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def smi(folder: Path, **changes: Any) -> None:
+    values = {
+        "unknown": "no.such",
+        "pid": os.getpid(),
+        "topo": matrix(uniform(1, "X")),
+        "p2p": "exit 1",
+        **changes,
+    }
+    tool(folder, "nvidia-smi", NVIDIA_SMI.format(**values))
+
+
+def test_what_is_printed_is_what_the_plan_reads(tmp_path: Path) -> None:
+    found = look(tmp_path)
+    state = HostState(**found)
+    assert state.memory["total_mib"] > 0
+    assert state.cpus == os.cpu_count()
+    assert set(state.disks) == {"/opt/vllm", "/var/lib/vllm", "/var/cache"}
+    assert not state.cards["csv"]
+    assert "lo" not in state.nics
+
+
+def test_fields_that_a_driver_does_not_know_are_left_out(tmp_path: Path) -> None:
+    smi(tmp_path, unknown="gpu_recovery_action")
+    cards = look(tmp_path)["cards"]
+    assert cards["error"] is None
+    assert "gpu_recovery_action" not in cards["csv"]
+    (card,) = parse_gpus(cards["csv"]).cards
+    assert (card.name, card.memory_mib, card.uuid) == ("NVIDIA L40S", 46068, "GPU-1")
+
+
+def test_a_query_that_fails_otherwise_is_told_and_not_asked_again(tmp_path: Path) -> None:
+    tool(
+        tmp_path,
+        "nvidia-smi",
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\necho no driver\nexit 9\n',
+    )
+    cards = look(tmp_path)["cards"]
+    assert cards["error"] == "no driver"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len([c for c in calls if "--query-gpu" in c]) == 1
+
+
+def test_processes_that_hold_cards_have_owner_and_memory(tmp_path: Path) -> None:
+    smi(tmp_path)
+    first, gone = look(tmp_path)["cards"]["holders"]
+    assert (first["uuid"], first["pid"], first["memory_mib"]) == ("GPU-1", os.getpid(), 300)
+    assert "pytest" in first["command"]
+    assert (gone["user"], gone["memory_mib"]) == ("?", None)
+
+
+def test_one_answer_that_fails_hides_no_other(tmp_path: Path) -> None:
+    smi(tmp_path, p2p="exit 255")
+    cards = look(tmp_path)["cards"]
+    assert cards["p2p"] == ""
+    assert "GPU0" in cards["topo"]
+    assert "CUDA Version: 13.0" in cards["head"]
+
+
+def test_a_driver_that_hangs_is_told_in_time(tmp_path: Path) -> None:
+    # `exec`: one process, as the real one, so that nothing is left when it is killed
+    tool(tmp_path, "nvidia-smi", "#!/bin/sh\nexec sleep 30\n")
+    began = time.monotonic()
+    found = look(tmp_path, seconds=1)
+    assert time.monotonic() - began < 15
+    assert "no answer within 1 s" in found["cards"]["error"]
+    assert found["kernel"]
+
+
+def test_a_corner_that_breaks_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise ValueError("odd")
+
+    assert script.side_by_side({"a": broken, "b": lambda: 2}) == {"a": None, "b": 2}
+    assert "a: ValueError('odd')" in capsys.readouterr().err
+
+
+def test_lines_of_the_kernel_log_are_those_of_cards(tmp_path: Path) -> None:
+    log = ["[1.0] eth0: link up", *["[2.0] NVRM: Xid (PCI:0000:01:00): 79, pid=1, lost"] * 100]
+    tool(tmp_path, "dmesg", "#!/bin/sh\ncat <<'X'\n" + "\n".join(log) + "\nX\n")
+    found = look(tmp_path)["kernel_log"]
+    assert len(found) == script.KERNEL_LINES
+    assert all("Xid" in line for line in found)
+
+
+def test_amd_cards_are_asked_of_their_own_tool(tmp_path: Path) -> None:
+    answer = '{"card0": {"Card Series": "AMD Instinct MI300X"}}'
+    tool(tmp_path, "rocm-smi", f"#!/bin/sh\necho '{answer}'\n")
+    found = look(tmp_path)["cards"]["rocm"]
+    assert json.loads(found["json"])["card0"]
+
+
+def test_units_and_packages_that_the_exam_needs_are_asked_for() -> None:
+    wanted = json.loads(asked())
+    assert set(exam.UNITS) <= set(wanted["units"])
+    assert set(exam.PACKAGES) <= set(wanted["packages"])

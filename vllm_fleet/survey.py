@@ -1,0 +1,323 @@
+"""What the hosts are and what of the spec they can carry: exam, cards, memory. Pure.
+
+``fleet plan`` shows it; :func:`vllm_fleet.plan.plan_fleet` builds on it, so that both say the
+same. Nothing here raises for an odd host: what is wrong is a refused verdict or a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_fleet import engine, engine_data, weights
+from vllm_fleet.cards import Card, worst_link
+from vllm_fleet.engine_args import check_args
+from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look
+from vllm_fleet.placement import Decided, Placed, decide
+from vllm_fleet.sizing import Choice, Choices, Sizing, SizingError, choose, gpu_from_smi, size
+from vllm_fleet.spec.engine_options import architecture_problem
+from vllm_fleet.spec.inputs import Inputs, config_path, version_of
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.state import HostState
+
+# Links in the words of sizing.choose, by those of nvidia-smi.
+LINKS = {
+    "NV": "nvlink",
+    "XGMI": "nvlink",
+    "C2C": "nvlink",
+    "PIX": "pcie-switch",
+    "PXB": "pcie-switch",
+    "PHB": "host-bridge",
+    "NODE": "numa",
+    "NUMA": "numa",
+    "SYS": "sys",
+}
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Memory of one instance, and settings for it."""
+
+    source: str = ""  # where its config.json comes from; "" where it is not known
+    why_not: str = ""  # why it is not sized
+    sizing: Sizing | None = None  # of what will run
+    choices: Choices | None = None
+    applied: bool = False  # whether the chosen settings are used
+    total_gib: float = 0.0  # of each card, as torch counts it
+    reasons: tuple[str, ...] = ()  # why it cannot be served
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def args(self) -> dict[str, object]:
+        """Chosen options of ``vllm serve`` that are used; none where the operator's hold."""
+        if not self.applied or self.choices is None:
+            return {}
+        return {c.name: c.value for c in self.choices.settings if _usable(c)}
+
+    @property
+    def expected(self) -> dict[str, float]:
+        """What vLLM should print at its start; empty where nothing was sized."""
+        if self.sizing is None:
+            return {}
+        return {
+            "weights_gib": round(self.sizing.weights_gib, 3),
+            "kv_cache_gib": round(self.sizing.kv_cache_gib, 3),
+            "kv_cache_tokens": self.sizing.kv_cache_tokens,
+            "max_concurrency": round(self.sizing.max_concurrency, 2),
+            "max_model_len": self.sizing.max_model_len,
+        }
+
+
+@dataclass(frozen=True)
+class HostView:
+    """One host: what it is, and what it is to carry."""
+
+    spec: HostSpec
+    state: HostState
+    seen: Seen
+    verdicts: tuple[Verdict, ...]
+    decided: Decided
+    cards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by instance
+    sized: Mapping[str, Sized] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nothing may be changed on this host, each with its remedy."""
+        found = [f"{self.spec.name}: {v}" for v in self.verdicts if v.level == "refused"]
+        found += self.decided.reasons
+        for name, one in self.sized.items():
+            found += [f"{self.spec.name}: instance {name}: {reason}" for reason in one.reasons]
+        return found
+
+    @property
+    def notices(self) -> list[str]:
+        """What is odd and stops nothing."""
+        found = [f"{v.what}: {v}" for v in self.verdicts if v.level == "warning"]
+        found += self.decided.notices
+        for name, one in self.sized.items():
+            found += [f"instance {name}: {warning}" for warning in one.warnings if one.applied]
+        return found
+
+
+def survey(fleet: Fleet, states: Mapping[str, HostState], inputs: Inputs) -> dict[str, HostView]:
+    """The view of every host that gave facts, in declared order."""
+    return {
+        spec.name: survey_host(spec, states[spec.name], states, inputs)
+        for spec in fleet.hosts
+        if spec.name in states
+    }
+
+
+def survey_host(
+    spec: HostSpec, state: HostState, states: Mapping[str, HostState], inputs: Inputs
+) -> HostView:
+    """One host; ``states`` of all, since weights on one tell what another will load."""
+    written = {
+        name: placed.cards
+        for (host, name), placed in inputs.placement.lines.items()
+        if host == spec.name
+    }
+    if spec.settings.device == "cpu" or "gpu" not in spec.groups:
+        return HostView(spec, state, Seen(), examine(spec, state, {}, inputs), Decided())
+    seen = look(spec, state, cards_wanted(spec, written))
+    uuids = {card.index: card.uuid for card in seen.cards}
+    found = None if seen.problems else seen.groups
+    decided = decide(spec, inputs.placement, found, uuids)
+    placed = {name: one.cards for name, one in decided.lines.items()}
+    verdicts = examine(spec, state, placed, inputs)
+    cards = cards_wanted(spec, placed)
+    sized = {}
+    for one in spec.instances:
+        its = [seen.by_index[i] for i in cards[one.name] if i in seen.by_index]
+        if its and len(its) == len(cards[one.name]):
+            sized[one.name] = fit(spec, one, its, _link(cards[one.name], seen), states, inputs)
+    return HostView(spec, state, seen, verdicts, decided, cards, sized)
+
+
+def lines_of(views: Mapping[str, HostView]) -> dict[tuple[str, str], Placed]:
+    """Lines of the placement file that these views would add or change."""
+    return {
+        (host, name): view.decided.lines[name]
+        for host, view in views.items()
+        for name in view.decided.new
+    }
+
+
+def _link(indices: Sequence[int], seen: Seen) -> str:
+    """The slowest link in the words of sizing; "" where it is not known."""
+    if len(indices) == 1:
+        return "nvlink"
+    word = worst_link(indices, seen.topology)
+    return LINKS.get("NV" if re.fullmatch(r"NV\d+", word) else word, "")
+
+
+# -- memory
+
+
+def fit(
+    spec: HostSpec,
+    one: Instance,
+    cards: Sequence[Card],
+    link: str,
+    states: Mapping[str, HostState],
+    inputs: Inputs,
+) -> Sized:
+    """Settings and memory of one instance on its cards.
+
+    Chosen settings are used only where the config.json lies beside group_vars: one that is
+    found on a host appears with the first deploy, and using it would change the second.
+    """
+    model, version = spec.settings.models[one.model], version_of(spec, one)
+    if spec.settings.device != "cuda":
+        return Sized(why_not="sizing knows NVIDIA cards only")
+    try:
+        config, source = config_of(spec, one, states, inputs)
+    except SizingError as error:
+        return Sized(why_not=str(error))
+    if config is None:
+        return Sized(
+            why_not="its config.json is not known here: `fleet plan --fetch-configs` fetches it "
+            f"as {config_path(one.model, model)}"
+        )
+    applied = source == config_path(one.model, model)
+    problem = architecture_problem(version, config, {**model.vllm_args, **one.vllm_args})
+    if problem:
+        return Sized(source, why_not=problem, reasons=(problem,) if applied else ())
+    given = {**model.vllm_args, **one.vllm_args}
+    if not link and applied and not {"tensor-parallel-size", "tensor_parallel_size"} & set(given):
+        # Guessing would give other settings, and a restart, whenever one look at a host fails.
+        unknown = (
+            "how its cards are linked is not known, and its settings follow from that: see what "
+            "`nvidia-smi topo -m` says on the host, or set tensor-parallel-size in vllm_args"
+        )
+        return Sized(source, why_not=unknown, reasons=(unknown,))
+    least = min((c.memory_mib or 0) for c in cards)
+    try:
+        gpu = gpu_from_smi(cards[0].name, least)
+        own = engine.options(given)
+        if isinstance(model.max_model_len, int):
+            own.setdefault("max-model-len", model.max_model_len)
+        choices = choose(
+            config,
+            gpu,
+            len(cards),
+            links=link or "sys",
+            repo=model.repo,
+            vllm_version=version,
+            task=model.task,
+            given=own,
+        )
+        sizing = choices.sizing if applied else _as_is(config, gpu, len(cards), version, own)
+    except SizingError as error:
+        return Sized(source, why_not=str(error))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        return Sized(source, why_not=f"it cannot be sized with these vllm_args: {error}")
+    dropped = _refused(choices.settings, version)
+    if dropped:
+        settings = tuple(c for c in choices.settings if c.name not in dropped)
+        choices = replace(choices, settings=settings)
+    return Sized(
+        source,
+        sizing=sizing,
+        choices=choices,
+        applied=applied,
+        total_gib=gpu.gib,
+        reasons=choices.refusals if applied else (),
+        warnings=choices.warnings,
+    )
+
+
+def config_of(
+    spec: HostSpec, one: Instance, states: Mapping[str, HostState], inputs: Inputs
+) -> tuple[dict[str, Any] | None, str]:
+    """config.json of an instance's model and where it is from: beside group_vars, or a host."""
+    model = spec.settings.models[one.model]
+    path = config_path(one.model, model)
+    if path in inputs.configs:
+        return dict(inputs.configs[path]), path
+    stamp = weights.wanted(one.model, model)
+    order = [spec.name, *(name for name in states if name != spec.name)]
+    for name in order:
+        found = states[name].weights.get(stamp.stamp) if name in states else None
+        if not found or not found.get("intact") or not found.get("config"):
+            continue
+        if any(found.get(key) != value for key, value in stamp.identity.items()):
+            continue
+        return merged_config(found["config"], found.get("quant"), f"{name}:{stamp.directory}"), (
+            f"the weights on {name}"
+        )
+    return None, ""
+
+
+def merged_config(text: str, quant: str | None, where: str) -> dict[str, Any]:
+    """config.json with hf_quant_config.json in it. Raises SizingError where it is no JSON."""
+    try:
+        config = json.loads(text)
+        inner = json.loads(quant) if quant else None
+    except ValueError as error:
+        raise SizingError(f"{where}: config.json is not readable as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise SizingError(f"{where}: config.json must hold a JSON object")
+    if isinstance(inner, dict) and "quantization_config" not in config:
+        inner = inner.get("quantization", inner)
+        config["quantization_config"] = {"quant_method": "modelopt", **inner}
+    return config
+
+
+def _as_is(
+    config: Mapping[str, Any],
+    gpu: Any,
+    count: int,
+    version: str,
+    given: Mapping[str, Any],
+) -> Sizing:
+    """The sizing of what runs where no setting is chosen: the operator's, else vLLM's own."""
+
+    def number(name: str, default: int) -> int:
+        return int(given.get(name) or default)
+
+    pp, data = number("pipeline-parallel-size", 1), number("data-parallel-size", 1)
+    length = given.get("max-model-len")
+    return size(
+        config,
+        gpu=gpu,
+        tp=number("tensor-parallel-size", max(count // (pp * data), 1)),
+        pp=pp,
+        dcp=number("decode-context-parallel-size", 1),
+        vllm_version=version,
+        gpu_memory_utilization=float(
+            given.get("gpu-memory-utilization")
+            or engine_data.nearest(version).gpu_memory_utilization
+        ),
+        max_model_len=int(length) if length and length != "auto" else None,
+        max_num_seqs=given.get("max-num-seqs"),
+        max_num_batched_tokens=given.get("max-num-batched-tokens"),
+        kv_cache_dtype=str(given.get("kv-cache-dtype") or "auto"),
+        dtype=str(given.get("dtype") or "auto"),
+        quantization=given.get("quantization"),
+        enforce_eager=bool(given.get("enforce-eager", False)),
+        expert_parallel=bool(given.get("enable-expert-parallel", False)),
+    )
+
+
+def _usable(choice: Choice) -> bool:
+    """Whether a setting is one of ours to pass on; vLLM finds the quantisation by itself."""
+    return choice.by == "plan" and choice.value is not None and choice.name != "quantization"
+
+
+def _refused(settings: Sequence[Choice], version: str) -> set[str]:
+    """Names of the chosen options that this version does not take as they are."""
+    words = {
+        c.name: [w for line in engine.option_words(c.name, c.value) for w in line]
+        for c in settings
+        if c.value is not None and c.name != "quantization"
+    }
+    together = set(check_args(version, [w for its in words.values() for w in its]))
+    return {
+        c.name
+        for c in settings
+        if _usable(c) and together & set(check_args(version, words[c.name]))
+    }
