@@ -16,7 +16,12 @@ from tests.testbed.bed import Bed
 MODELS = ("glm-4-tiny", "qwen3-tiny")
 ACCESS_LOG = "/var/log/nginx/vllm-fleet.access.json"
 # What a unit logs when it no longer serves, from whatever cause.
-ENDS = ("Stopping vllm@", "Main process exited", "Deactivated successfully", "Failed with result")
+ENDS = (
+    "not ready any more",
+    "Main process exited",
+    "Deactivated successfully",
+    "Failed with result",
+)
 
 
 @dataclass(frozen=True)
