@@ -116,8 +116,8 @@ def test_nothing_planned_or_broken_reaches_clients_but_what_was_already_sent(
         time.sleep(5)
         units = first.sh("systemd-cgls -u vllm@glm.service --no-pager").stdout
         engine = re.findall(r"(\d+) VLLM::EngineCore", units)[0]
-        killed = time.time()
         first.sh(f"kill -9 {engine}")
+        killed = time.time()  # at the latest
         time.sleep(5)
         second.sh("systemctl restart vllm@qwen.service", timeout=400)
         deployed.wait_ready()
@@ -133,7 +133,7 @@ def test_nothing_planned_or_broken_reaches_clients_but_what_was_already_sent(
         line = log.get(answer.id)
         assert line is not None, f"never reached the gateway: {answer}"
         assert line["tried"].startswith("demo-gpu-1/glm:"), f"{answer}\n{line}"
-        assert answer.sent - ROUND <= killed + 1, f"sent after the kill: {answer}\n{line}"
+        assert answer.sent <= killed, f"sent after the kill: {answer}\n{line}"
     assert len(load.bad) <= 3, load.bad
 
     # No answer came from an instance that was not ready.
