@@ -113,7 +113,7 @@ def examine(
     """
     inputs = inputs or Inputs()
     found = list(_basics(state))
-    if any(v.level == "refused" for v in found):
+    if not manageable(state):
         return tuple(found)
     found += _ports(spec, state)
     if "gpu" not in spec.groups:
@@ -125,6 +125,11 @@ def examine(
         found += _cards(spec, state, seen, wanted, inputs)
     found += _network(state)
     return tuple(found)
+
+
+def manageable(state: HostState) -> bool:
+    """Whether a host can be deployed to at all; where not, all else would only repeat it."""
+    return all(v.level != "refused" for v in _basics(state))
 
 
 def cards_wanted(

@@ -200,3 +200,10 @@ def test_a_host_without_facts_is_shown_with_why(tmp_path: Path) -> None:
     assert not data["hosts"][1]["reached"]
     assert "gpu-2: unreachable: no route" in data["warnings"]
     assert data["ok"]
+
+
+def test_a_host_that_cannot_be_managed_is_told_that_alone(tmp_path: Path) -> None:
+    text = ALL.replace("cards: [2]", "cards: 4 x H100")
+    found = view(tmp_path, Inputs(), text, systemd=False, init="tini")
+    (reason,) = found.reasons
+    assert "PID 1 is tini" in reason
