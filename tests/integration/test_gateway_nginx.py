@@ -24,7 +24,7 @@ from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available, free_ports, wait_for
 from tests.unit.gateway.fleet import pool, spec
 from vllm_fleet import gateway
-from vllm_fleet.plan import Pool
+from vllm_fleet.planned import Pool
 
 pytestmark = [
     pytest.mark.integration,
@@ -449,6 +449,19 @@ def test_a_host_that_does_not_answer_delays_no_other(engines: list[Engine]) -> N
                 nginx.wait_ready(m_2=state)
                 assert time.monotonic() - began < 1.5
             assert not nginx.instances()["gpu-01/m-1"]["ready"]
+
+
+def test_a_busy_instance_is_not_taken_for_a_dead_one(pair: Nginx, engines: list[Engine]) -> None:
+    a = engines[0]
+    a.silent = 2
+    deadline = time.monotonic() + 6  # each silence takes two seconds
+    while time.monotonic() < deadline:
+        assert pair.instances()["gpu-01/m-1"]["ready"]
+        time.sleep(0.1)
+    assert a.silent == 0
+    a.silent = 1000
+    pair.wait_ready(m_1=False)
+    assert {pair.chat("m")[2]["engine"] for _ in range(6)} == {"b"}
 
 
 # Hold

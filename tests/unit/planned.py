@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_fleet.plan import PlannedInstance
+from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.spec.model import Model
 
 

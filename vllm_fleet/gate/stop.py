@@ -27,7 +27,10 @@ SAY_SECONDS = 15.0
 def main(env: Mapping[str, str]) -> int:
     """Drain and end one instance; the exit code."""
     name = env["FLEET_INSTANCE"]
-    told = TOLD_SECONDS if remove_ready(env["FLEET_RUN"]) else 0.0
+    told = 0.0
+    if remove_ready(env["FLEET_RUN"]):
+        told = TOLD_SECONDS
+        say("%s: not ready any more, draining" % name)
     if not env.get("MAINPID", "").isdigit():
         # systemd stops what is left of a server that ended by itself: nothing can be finished
         say("%s: the server has ended already" % name)

@@ -11,7 +11,7 @@ from tests.stubs.gateway import Nginx, available
 from tests.unit.gateway.fleet import pool, spec
 from vllm_fleet import gateway, paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.plan import Pool
+from vllm_fleet.planned import Pool
 
 KEYS = (("team-b", "sk-bbb"), ("team-a", "sk-aaa"))
 

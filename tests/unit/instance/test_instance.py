@@ -13,7 +13,7 @@ from tests.systemd_env import read_env_file
 from tests.unit.planned import planned
 from vllm_fleet import instance, paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.plan import PlannedInstance
+from vllm_fleet.planned import PlannedInstance
 
 # Each of these has stopped CUDA, a JIT compiler, RDMA or a neighbour (see the unit's comments).
 BREAKING = {

@@ -27,7 +27,7 @@ import pytest
 from tests.unit.monitoring.test_dashboard import queries, resolved
 from tests.unit.monitoring.test_files import host, instance
 from vllm_fleet import alerts, metrics, monitoring
-from vllm_fleet.plan import Pool
+from vllm_fleet.planned import Pool
 
 pytestmark = [
     pytest.mark.integration,

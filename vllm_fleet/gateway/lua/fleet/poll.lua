@@ -15,10 +15,15 @@ local M = {}
 local TICK = 0.25  -- seconds between rounds
 local INTERVAL = 0.4  -- from an answer to the next question, at least
 local CONNECT_MS, READ_MS = 1000, 2000
-local CLAIM = 4  -- longer than any question can take
+local CLAIM = 6  -- longer than any question can take
+-- A server whose one thread reads a long prompt answers late, and is as ready as before: it is
+-- given up only when it is silent this many times in a row. A refused connection and a "not
+-- ready" count at once.
+local SILENT = 3
 local SWEEP = 5
 
--- Whether the instance says that it is ready, and if not, why.
+-- Whether the instance says that it is ready, and if not, why; nil where it took the question and
+-- said nothing.
 local function ask(instance)
   local socket = ngx.socket.tcp()
   socket:settimeouts(CONNECT_MS, READ_MS, READ_MS)
@@ -36,6 +41,9 @@ local function ask(instance)
   line, err = socket:receive("*l")
   socket:close()
   if not line then
+    if err == "timeout" then
+      return nil, "/fleet/ready: no answer"
+    end
     return false, "/fleet/ready: " .. err
   end
   local status = line:match("^HTTP/1%.[01] (%d%d%d)")
@@ -44,7 +52,13 @@ end
 
 local function check(instance)
   local ready, why = ask(instance)
-  pool.set_ready(instance, ready, why)
+  local silence = "silent:" .. instance.id
+  if ready ~= nil then
+    state:delete(silence)
+    pool.set_ready(instance, ready, why)
+  elseif state:incr(silence, 1, 0) >= SILENT then
+    pool.set_ready(instance, false, why .. ", " .. SILENT .. " times in a row")
+  end
   state:set("claim:" .. instance.id, 1, INTERVAL)
 end
 
