@@ -162,6 +162,16 @@ def architecture_problem(version: str, architecture: str) -> str | None:
     return f"{said} any more: {had[-1]} was the last version with it; set vllm_version to {had[-1]}"
 
 
+@cache
+def architecture_rules(version: str) -> MappingProxyType[str, Any]:
+    """What onhost/weights.py needs to say the same of an architecture without this data."""
+    known = nearest(version).architectures
+    other = frozenset[str]().union(*(load(v).architectures for v in versions())) - known
+    advice = {name: architecture_problem(version, name) for name in sorted(other)}
+    unknown = architecture_problem(version, "ARCHITECTURE")
+    return MappingProxyType({"known": sorted(known), "advice": advice, "unknown": unknown})
+
+
 def capability_problem(version: str, card: Capability) -> str | None:
     """Whether the kernels of a version run on a card of this compute capability.
 

@@ -113,7 +113,7 @@ def examine(
     """
     inputs = inputs or Inputs()
     found = list(_basics(state))
-    if any(v.level == "refused" for v in found):
+    if not manageable(state):
         return tuple(found)
     found += _ports(spec, state)
     if "gpu" not in spec.groups:
@@ -125,6 +125,11 @@ def examine(
         found += _cards(spec, state, seen, wanted, inputs)
     found += _network(state)
     return tuple(found)
+
+
+def manageable(state: HostState) -> bool:
+    """Whether a host can be deployed to at all; where not, all else would only repeat it."""
+    return all(v.level != "refused" for v in _basics(state))
 
 
 def cards_wanted(
@@ -354,7 +359,7 @@ def _cards(
     for name, indices in wanted.items():
         for index in indices:
             if index not in by_index:
-                yield _missing(state, name, index, by_index)
+                yield _missing(spec, state, name, index, by_index)
                 continue
             yield from _held(state, name, by_index[index])
     for card in seen.cards:
@@ -413,9 +418,12 @@ def _built_for_cuda_12(spec: HostSpec, version: str, inputs: Inputs) -> bool:
     return bool(re.search(r"\+cu12\d|^nvidia-cuda-runtime-cu12\b", lock, re.M))
 
 
-def _missing(state: HostState, name: str, index: int, known: Mapping[int, Card]) -> Verdict:
+def _missing(
+    spec: HostSpec, state: HostState, name: str, index: int, known: Mapping[int, Card]
+) -> Verdict:
+    tool = "rocm-smi" if spec.settings.device == "rocm" else "nvidia-smi"
     listed = ", ".join(map(str, known))
-    detail = f"instance {name} wants card {index}; nvidia-smi lists {listed}"
+    detail = f"instance {name} wants card {index}; {tool} lists {listed}"
     lost = [m for m in parse_kernel_log("\n".join(state.kernel_log)) if m.xid in (79, None)]
     remedy = f"the kernel log says: {lost[-1].text}" if lost else ""
     return Verdict(f"card {index}", "refused", detail, remedy)

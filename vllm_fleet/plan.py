@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 
-from vllm_fleet import exam, gateway, monitoring, paths, placement, release, weights
+from vllm_fleet import engine_data, exam, gateway, monitoring, paths, placement, release, weights
 from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
@@ -341,7 +341,8 @@ def _host_plan(
             files += vllm.files(one)
             build = _release(spec, version_of(spec, declared), inputs)
             releases[build.id] = build
-            fetches[one.model_name] = _fetch(spec, one, state)
+            same = [i for i in instances if i.model_name == one.model_name]
+            fetches[one.model_name] = _fetch(spec, same, state)
             if one.release != build.id:
                 notices.append(
                     f"instance {one.name} runs {one.release}, group_vars want {build.id}: "
@@ -460,12 +461,21 @@ def _ours(state: HostState) -> set[str]:
     return units | set(state.instances)
 
 
-def _fetch(spec: HostSpec, one: PlannedInstance, state: HostState) -> WeightsFetch:
+def _fetch(spec: HostSpec, instances: Sequence[PlannedInstance], state: HostState) -> WeightsFetch:
+    """Weights that these instances of one model share."""
+    one = instances[0]
     wanted = weights.wanted(one.model_name, one.model)
     stamp = state.weights.get(wanted.stamp)
     order = weights.order(one.model_name, one.model, spec.settings)
     if spec.settings.hub.token_file:
         order["token_file"] = paths.HUB_TOKEN
+    # An architecture that vLLM does not know may still be served by transformers' own code.
+    order["engines"] = [
+        dict(engine_data.architecture_rules(version))
+        for version in dict.fromkeys(
+            i.vllm_version for i in instances if not {"model-impl", "model_impl"} & set(i.args)
+        )
+    ]
     return WeightsFetch(
         one.model_name,
         bool(stamp and stamp["intact"]) and weights.verified(stamp, wanted),

@@ -15,9 +15,18 @@ from typing import Any
 from vllm_fleet import engine, engine_data, weights
 from vllm_fleet.cards import Card, worst_link
 from vllm_fleet.engine_args import check_args
-from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look
+from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look, manageable
 from vllm_fleet.placement import Decided, Placed, decide
-from vllm_fleet.sizing import Choice, Choices, Sizing, SizingError, choose, gpu_from_smi, size
+from vllm_fleet.sizing import (
+    Choice,
+    Choices,
+    Sizing,
+    SizingError,
+    Traffic,
+    choose,
+    gpu_from_smi,
+    size,
+)
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
 from vllm_fleet.spec.model import Fleet, HostSpec, Instance
@@ -120,7 +129,8 @@ def survey_host(
         for (host, name), placed in inputs.placement.lines.items()
         if host == spec.name
     }
-    if spec.settings.device == "cpu" or "gpu" not in spec.groups:
+    cardless = spec.settings.device == "cpu" or "gpu" not in spec.groups
+    if cardless or not manageable(state):
         return HostView(spec, state, Seen(), examine(spec, state, {}, inputs), Decided())
     seen = look(spec, state, cards_wanted(spec, written))
     uuids = {card.index: card.uuid for card in seen.cards}
@@ -205,6 +215,7 @@ def fit(
             gpu,
             len(cards),
             links=link or "sys",
+            traffic=Traffic(**model.traffic.model_dump()),
             repo=model.repo,
             vllm_version=version,
             task=model.task,

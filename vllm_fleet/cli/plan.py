@@ -206,8 +206,15 @@ def _memory(data: dict[str, Any], console: Any) -> None:
         for one in host["instances"]
         if one.get("bars")
     ]
-    if shown:
+    unsized = [
+        (host["name"], one)
+        for host in data["hosts"]
+        for one in host["instances"]
+        if one.get("not_sized")
+    ]
+    if shown or unsized:
         console.print("\n[bold]Memory of each card[/bold] (GiB)")
+    if shown:
         console.print("  █ weights  ▓ activations  ▒ context and CUDA graphs  ░ KV cache  · free")
     for name, one in shown:
         memory = one["memory"]
@@ -227,14 +234,10 @@ def _memory(data: dict[str, Any], console: Any) -> None:
                 markup=False,
                 soft_wrap=True,
             )
-    for host in data["hosts"]:
-        for one in host["instances"]:
-            if one.get("not_sized"):
-                console.print(
-                    f"  {host['name']} {one['name']}: not sized: {one['not_sized']}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+    for name, one in unsized:
+        console.print(
+            f"  {name} {one['name']}: not sized: {one['not_sized']}", markup=False, soft_wrap=True
+        )
 
 
 def drawn(bar: dict[str, Any]) -> str:

@@ -209,7 +209,7 @@ def metrics(
     differences: List[Dict[str, Any]],
 ) -> str:
     """Text for the node exporter's textfile collector."""
-    labels = 'instance_name="%s",model="%s"' % (_escaped(name), _escaped(model))
+    labels = 'vllm_instance="%s",pool="%s"' % (_escaped(name), _escaped(model))
     series = (
         ("weights_gib", "weights_bytes", "Weights on each card, in bytes.", 2**30),
         ("kv_cache_gib", "kv_cache_bytes", "KV cache on each card, in bytes.", 2**30),

@@ -305,7 +305,12 @@ class _Download:
             f"{self.name}: {self.repo} at {self.revision}: {len(entries)} files, "
             f"{tools.gib(total)}, {tools.gib(present)} here already"
         )
-        files = self._complete(self.part, entries, known["files"] if known else {})
+        noted = known["files"] if known else {}
+        config = [entry for entry in entries if entry.path == "config.json"]
+        if config and config[0].path not in noted:
+            self._complete(self.part, config, noted)  # first, since it tells what cannot be served
+        self._refuse_unserved(self.part)
+        files = self._complete(self.part, entries, noted)
         keep = {entry.path for entry in entries}
         for path, _ in list(_noted(self.part)):
             if path not in keep:  # leftovers of an earlier listing, in a directory of ours
@@ -317,6 +322,16 @@ class _Download:
         self.part.rename(self.final)
         tools.sync_directory(self.final.parent)
         say(f"{self.name}: {self.final} verified, {len(files)} files, {tools.gib(total)}")
+
+    def _refuse_unserved(self, place: Path) -> None:
+        """Refuse an architecture that the wanted release does not know, before the weights come."""
+        try:
+            config = _json(place / "config.json")
+        except (OSError, ValueError):
+            return  # told with everything else that is wrong, once all is there
+        problem = unserved(config, self.settings.get("engines") or [])
+        if problem:
+            raise Refusal(f"{self.name}: {problem}; nothing but config.json was downloaded")
 
     def _mend(self) -> None:
         """Bring a directory that was switched in back to what its stamp says.
@@ -860,6 +875,23 @@ def _check_index(
         tensor, shard = lost[0]
         complaints.append(f"{shard}: lacks {tensor} and {len(lost) - 1} more that {index} names")
     return complaints
+
+
+def unserved(config: Any, engines: Iterable[Mapping[str, Any]]) -> Optional[str]:
+    """Why one of the wanted releases cannot serve a config.json; None where all can, or may.
+
+    Each engine: "known": its architectures; "advice": sentence by other ones; "unknown": the
+    sentence for all the rest, with ARCHITECTURE in it.
+    """
+    named = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(named, list) or not named or "auto_map" in config:
+        return None  # the code of a custom one comes with the repository
+    for engine in engines:
+        if not any(one in engine["known"] for one in named):
+            one = str(named[0])
+            sentence = engine["advice"].get(one) or engine["unknown"].replace("ARCHITECTURE", one)
+            return str(sentence)
+    return None
 
 
 def _architectures(directory: Path) -> List[str]:

@@ -71,6 +71,23 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class Traffic(Settings):
+    """What requests of a model look like; memory and settings are planned for it."""
+
+    mean_in: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Mean length of prompts in tokens.", examples=[2000]
+    )
+    mean_out: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Mean length of answers in tokens.", examples=[500]
+    )
+    longest: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Longest request in tokens, prompt and answer.", examples=[32768]
+    )
+    concurrent: Annotated[int, Field(ge=1)] = Field(
+        16, description="Requests at once on one instance."
+    )
+
+
 class Model(Settings):
     """One model: where its weights come from and how it is served."""
 
@@ -89,6 +106,10 @@ class Model(Settings):
         "auto",
         description="Longest request in tokens (prompt and answer); `auto` leaves it to the plan.",
         examples=[32768],
+    )
+    traffic: Traffic = Field(
+        default_factory=Traffic,
+        description="What requests look like; decides settings where config.json is in configs/.",
     )
     aliases: tuple[Name, ...] = Field(
         (), description="Further names clients may use.", examples=[["glm"]]

@@ -200,3 +200,19 @@ def test_a_host_without_facts_is_shown_with_why(tmp_path: Path) -> None:
     assert not data["hosts"][1]["reached"]
     assert "gpu-2: unreachable: no route" in data["warnings"]
     assert data["ok"]
+
+
+def test_a_host_that_cannot_be_managed_is_told_that_alone(tmp_path: Path) -> None:
+    text = ALL.replace("cards: [2]", "cards: 4 x H100")
+    found = view(tmp_path, Inputs(), text, systemd=False, init="tini")
+    (reason,) = found.reasons
+    assert "PID 1 is tini" in reason
+
+
+def test_given_traffic_decides_the_longest_request(tmp_path: Path) -> None:
+    text = ALL.replace("revision: v2}", "revision: v2, traffic: {longest: 20000, concurrent: 4}}")
+    sized = view(tmp_path, inputs(tmp_path, text, qwen=QWEN), text).sized["qwen-a"]
+    assert sized.args["max-model-len"] == 20480  # rounded up
+    assert sized.choices is not None
+    (choice,) = [c for c in sized.choices.settings if c.name == "max-model-len"]
+    assert "20000 tokens" in choice.reason

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.testbed import tiny_models
-from vllm_fleet import weights
+from vllm_fleet import engine_data, weights
 from vllm_fleet.onhost import weights as onhost
 from vllm_fleet.onhost.tools import Refusal
 from vllm_fleet.onhost.weights import Entry
@@ -223,3 +223,24 @@ def test_weights_are_small_numbers_and_the_vocabulary_is_whole(model: Path) -> N
     ends = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     named = json.loads((model / "tokenizer_config.json").read_text())
     assert ends[named["eos_token"]] in config["eos_token_id"]
+
+
+def test_an_architecture_that_the_release_does_not_know_is_said_as_on_the_operator_s_side() -> None:
+    engines = [dict(engine_data.architecture_rules("0.21.0"))]
+    assert onhost.unserved({"architectures": ["Qwen3ForCausalLM"]}, engines) is None
+    unknown = "Glm5NextForConditionalGeneration"
+    assert onhost.unserved({"architectures": [unknown]}, engines) == (
+        engine_data.architecture_problem("0.21.0", unknown)
+    )
+    later = sorted(
+        engine_data.load("0.33.0").architectures - engine_data.load("0.21.0").architectures
+    )[0]
+    assert onhost.unserved({"architectures": [later]}, engines) == (
+        engine_data.architecture_problem("0.21.0", later)
+    )
+    both = [*engines, dict(engine_data.architecture_rules("0.33.0"))]
+    assert "0.21.0" in str(onhost.unserved({"architectures": [later]}, both))
+    custom = {"architectures": [unknown], "auto_map": {"AutoModel": "modeling.X"}}
+    assert onhost.unserved(custom, engines) is None
+    for broken in (None, [], {}, {"architectures": "Qwen3ForCausalLM"}, {"architectures": []}):
+        assert onhost.unserved(broken, engines) is None
