@@ -13,7 +13,7 @@ from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 from pyinfra.operations import python
 
-from vllm_fleet.deploys.fleet import fleet_plans, my_plan, new_placement
+from vllm_fleet.deploys.fleet import fleet_plans, given_up, my_plan, new_placement
 from vllm_fleet.operations import flow
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.operations import instance as instances
@@ -36,8 +36,8 @@ __all__ = [
 
 
 def meet(name: str) -> None:
-    """All hosts wait for each other here."""
-    flow.barrier(name=name)
+    """All hosts wait for each other here, and stop here when one of them has failed."""
+    flow.barrier(name=name, given_up=given_up())
 
 
 def prepare(plan: HostPlan | None) -> None:

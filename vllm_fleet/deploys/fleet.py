@@ -62,6 +62,11 @@ def fleet_plans() -> dict[str, HostPlan]:
         return _plans[key]
 
 
+def given_up() -> frozenset[str]:
+    """Names of the hosts that take no part: not reached, or without facts."""
+    return frozenset(one.name for one in inventory) - frozenset(fleet_plans())
+
+
 def new_placement() -> NewPlacement | None:
     """The placement file to write; None where it holds every line of this run already."""
     fleet_plans()

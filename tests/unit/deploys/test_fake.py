@@ -33,11 +33,13 @@ monitoring = [_host("gw-1", "10.0.0.9")]
 VARS = ALL.replace("gpu-1", '"@fake/gpu-1"').replace("gpu-2", '"@fake/gpu-2"')
 
 
-def lay_out(root: Path, text: str = VARS, **changes: dict[str, Any] | None) -> None:
+def lay_out(
+    root: Path, text: str = VARS, inventory: str = INVENTORY, **changes: dict[str, Any] | None
+) -> None:
     """Write an operator's directory with these hosts; None as a change: it gives no facts."""
     for folder in ("inventory", "group_vars"):
         (root / folder).mkdir(exist_ok=True)
-    (root / "inventory" / "prod.py").write_text(INVENTORY)
+    (root / "inventory" / "prod.py").write_text(inventory)
     (root / "group_vars" / "all.yml").write_text(text)
     for name in ("deploy.py", "config.py"):
         (root / name).write_text((REPO / name).read_text())
@@ -50,10 +52,14 @@ def lay_out(root: Path, text: str = VARS, **changes: dict[str, Any] | None) -> N
 
 
 def run(
-    root: Path, *flags: str, text: str = VARS, **changes: dict[str, Any] | None
+    root: Path,
+    *flags: str,
+    text: str = VARS,
+    inventory: str = INVENTORY,
+    **changes: dict[str, Any] | None,
 ) -> subprocess.CompletedProcess[str]:
     """Run deploy.py with the state of each host; None as a change: the host gives no facts."""
-    lay_out(root, text, **changes)
+    lay_out(root, text, inventory, **changes)
     return subprocess.run(
         [sys.executable, "-m", "pyinfra", *flags, "inventory/prod.py", "deploy.py"],
         cwd=root,
@@ -108,6 +114,19 @@ def test_an_unfit_host_stops_the_run_before_anything_is_changed(tmp_path: Path) 
     assert "nothing was changed" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Starting operation" not in done.stderr
+
+
+def test_a_host_that_fails_stops_the_others_where_they_meet_next(tmp_path: Path) -> None:
+    broken = INVENTORY.replace(
+        '"fake_responses": {',
+        '"fake_responses": {**({"lib/release.py": {"success": False}} if name == "gpu-2" else {}),',
+    )
+    done = run(tmp_path, "-y", inventory=broken)
+    assert done.returncode == 1
+    assert done.stderr.count("stopped here on every host, since @fake/gpu-2 failed") == 1
+    assert "Starting operation: Releases of vLLM" in done.stderr
+    assert "Starting operation: Gateway" not in done.stderr
+    assert "Starting operation: Instances that do not run" not in done.stderr
 
 
 def test_a_host_without_facts_is_named_and_the_others_go_on(tmp_path: Path) -> None:
