@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.systemd_env import read_env_file
+from tests.testbed import tiny_models
 from vllm_fleet import instance, paths
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.spec.model import Model
@@ -34,11 +35,10 @@ def venv(engine: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def weights(venv: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, in a folder with a space in its name."""
     folder = tmp_path_factory.mktemp("models") / "tiny model"
-    maker = Path(__file__).with_name("tiny_model.py")
-    subprocess.run([venv / "bin/python", maker, folder], check=True, timeout=200)
+    tiny_models.make(folder, "qwen3")
     return folder
 
 
