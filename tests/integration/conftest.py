@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.integration.deployed import Deployed
-from tests.integration.operator import Operator
+from tests.integration.operators import Operator
 from tests.integration.scripts import BED, PYTHON, run_script
 from tests.testbed.bed import Bed, demo_hosts
 from tests.testbed.hosts import Host, HostSpec

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.integration.load import Load
-from tests.integration.operator import Operator
+from tests.integration.operators import Operator
 from tests.testbed.bed import Bed
 
 MODELS = ("glm-4-tiny", "qwen3-tiny")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.deployed import Deployed
-from tests.integration.operator import changes
+from tests.integration.operators import changes
 from tests.testbed import hub
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

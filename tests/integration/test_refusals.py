@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.integration.conftest import HostFactory
-from tests.integration.operator import Operator
+from tests.integration.operators import Operator
 from tests.testbed import hub
 from tests.testbed.bed import Bed
 from tests.testbed.hosts import Host
