@@ -58,7 +58,6 @@ __all__ = [
 LEVELS = ({"NV", "XGMI", "C2C"}, {"PIX", "PXB"}, {"PHB"}, {"NODE"}, {"NUMA", "PCIE"})
 RANK = {"NV": 0, "XGMI": 0, "C2C": 0, "PIX": 1, "PXB": 2, "PHB": 3, "NODE": 4, "PCIE": 5}
 RANK |= {"NUMA": 5, "SYS": 6}
-ACROSS = 5  # from this rank on traffic leaves the NUMA node or may do so
 ALIKE = 0.03  # memory of like cards differs by less; ECC alone moves it by 6 %
 BUSY_MIB = 1024  # more than this, or than BUSY_SHARE of a small card, is somebody's
 BUSY_SHARE = 0.05

@@ -38,7 +38,6 @@ ONE_WAY = frozenset(
     }
 )
 REPEATED = frozenset({"middleware"})  # one value each, may be given several times
-TOOL_OPTIONS = frozenset({"tool-call-parser", "enable-auto-tool-choice"})
 GATE = "gate.Gate"  # in paths.LIB, which is on PYTHONPATH
 
 _NAME = re.compile(r"[a-z0-9][A-Za-z0-9.+-]*")

@@ -37,6 +37,21 @@ TRUTH = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")  # argparse takes these for values, not for options
 HUMAN = re.compile(r"^(\d+(?:\.\d+)?)([kKmMgGtT])?$")
 FALSY = {"", "None"}
+# (option, what it needs beside it, what vLLM does else, how that is written)
+NEEDED_WITH = (
+    (
+        "enable_auto_tool_choice",
+        "tool_call_parser",
+        "vLLM refuses to start without a parser for the calls",
+        "--tool-call-parser NAME",
+    ),
+    (
+        "enable_log_outputs",
+        "enable_log_requests",
+        "vLLM refuses to start with outputs logged and requests not",
+        "--enable-log-requests",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -510,20 +525,10 @@ def _not_listed(item: Given, value: str, listed: Sequence[str], data: EngineData
 
 
 def _combination_errors(seen: dict[str, Given]) -> Iterator[ArgError]:
-    tools = seen.get("enable_auto_tool_choice")
-    if tools and not tools.spelling.startswith("--no-") and "tool_call_parser" not in seen:
-        yield ArgError(
-            tools.spelling,
-            "vLLM refuses to start without a parser for the calls",
-            f"{tools.spelling} --tool-call-parser NAME",
-        )
-    outputs = seen.get("enable_log_outputs")
-    if outputs and not outputs.spelling.startswith("--no-") and "enable_log_requests" not in seen:
-        yield ArgError(
-            outputs.spelling,
-            "vLLM refuses to start with outputs logged and requests not",
-            f"{outputs.spelling} --enable-log-requests",
-        )
+    for asked, needed, problem, option in NEEDED_WITH:
+        given = seen.get(asked)
+        if given and not given.spelling.startswith("--no-") and needed not in seen:
+            yield ArgError(given.spelling, problem, f"{given.spelling} {option}")
 
 
 def _hints(data: EngineData, seen: dict[str, Given]) -> Iterator[ArgError]:

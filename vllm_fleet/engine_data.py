@@ -20,7 +20,6 @@ Capability = tuple[int, int]  # CUDA compute capability: (8, 0) is an A100
 # CUDA's own table of minor-version compatibility: the oldest driver that runs programs built
 # with this major version. PTX is exempt: it needs the driver of the CUDA that made it.
 MINIMUM_DRIVER = {12: 525, 13: 580}
-FP8_ARITHMETIC: Capability = (8, 9)
 
 
 @dataclass(frozen=True)

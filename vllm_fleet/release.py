@@ -63,11 +63,6 @@ def release_id(
     return f"{version}{'+' + kind if kind else ''}-{tail}"
 
 
-def release_dir(release: str) -> str:
-    """Where a release lies on every host."""
-    return f"{paths.RELEASES}/{release}"
-
-
 def lock_sha256(lock_text: str) -> str:
     """Checksum of what a lock says: comments, blank lines and line ends do not count."""
     text = "".join(f"{line}\n" for line in _lines(lock_text) if line)

@@ -113,7 +113,6 @@ class Model:
     latent_rank: int = 0
     warnings: tuple[str, ...] = field(default=())
     generates: bool = True
-    no_hybrid_manager: bool = False
 
     @property
     def moe(self) -> bool:

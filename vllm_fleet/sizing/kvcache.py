@@ -16,8 +16,6 @@ from .errors import SizingError
 from .rules import Rules
 
 GIB = 1 << 30
-#: config/cache.py: CacheConfig.DEFAULT_BLOCK_SIZE
-DEFAULT_BLOCK = 16
 
 
 def cdiv(a: int, b: int) -> int:
