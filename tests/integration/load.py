@@ -33,7 +33,7 @@ class Load:
     """Requests at a constant rate, each on its own, whatever the earlier ones do."""
 
     def __init__(
-        self, url: str, key: str, models: tuple[str, ...], rate: float = 5, tokens: int = 12
+        self, url: str, key: str, models: tuple[str, ...], rate: float = 5, tokens: int = 4
     ) -> None:
         self.url, self.key, self.models = url, key, models
         self.rate, self.tokens = rate, tokens
