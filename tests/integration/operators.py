@@ -21,6 +21,7 @@ class Operator:
 
     def __init__(self, root: Path, cache: Path) -> None:
         self.root = root
+        root.mkdir(parents=True, exist_ok=True)
         (root / ".testbed").symlink_to(cache)  # group_vars/demo.yml names lock and keys in it
         for name in ("inventory", "group_vars"):
             shutil.copytree(REPO / name, root / name)
