@@ -279,15 +279,21 @@ def test_warm_up_ends_at_once_with_the_server(server: Server) -> None:
     assert not (server.run / "ready").exists()
 
 
-def test_stop_drains_a_stream(server: Server) -> None:
-    """A stop refuses new requests, lets the stream finish, then ends the server."""
+def test_stop_drains_streams(server: Server) -> None:
+    """A stop refuses new requests, lets the streams finish, then ends the server."""
     warming = server.script("warmup")
     assert warming.wait(START_SECONDS) == 0
-    lines: list[bytes] = []
-    head = threading.Event()
-    client = threading.Thread(target=stream, args=(server, 1500, lines, head))
-    client.start()
-    assert head.wait(30)
+    # Several long ones: one alone is over before the stop has begun.
+    streams: list[list[bytes]] = [[] for _ in range(12)]
+    heads = [threading.Event() for _ in streams]
+    clients = [
+        threading.Thread(target=stream, args=(server, 1900, lines, head))
+        for lines, head in zip(streams, heads, strict=True)
+    ]
+    for client in clients:
+        client.start()
+    for head in heads:
+        assert head.wait(30)
     stopping = server.script("stop")
     deadline = time.monotonic() + 5
     while (server.run / "ready").exists():
@@ -295,10 +301,13 @@ def test_stop_drains_a_stream(server: Server) -> None:
         time.sleep(0.02)
     status, headers, _ = server.ask("POST", "/v1/chat/completions", chat())
     assert (status, headers["x-fleet-gate"]) == (503, "not-ready")
-    assert client.is_alive(), "the stream ended too early to show anything"
+    running = sum(client.is_alive() for client in clients)
+    assert running, "the streams ended too early to show anything"
     output, _ = stopping.communicate(timeout=180)
-    client.join(10)
+    for client in clients:
+        client.join(10)
     assert stopping.returncode == 0
     assert "drained in" in output
-    assert lines[-2].startswith(b"data: [DONE]"), lines[-3:]
+    for lines in streams:
+        assert lines[-2].startswith(b"data: [DONE]"), lines[-3:]
     assert server.process.wait(40) in (0, -signal.SIGTERM)
