@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import gevent
 from gevent.lock import RLock
 from pyinfra import host, inventory, logger, state
 from pyinfra.api import Host as PyinfraHost
-from pyinfra.api.exceptions import DeployError, InventoryError
+from pyinfra.api.exceptions import DeployError, InventoryError, PyinfraError
 from pyinfra.context import ctx_host
 
 from vllm_fleet import plan as planning
@@ -118,10 +119,21 @@ def _states(hosts: list[PyinfraHost]) -> dict[str, HostState]:
     """The large fact of every host, side by side; a host that gives none is left out."""
 
     def ask(one: PyinfraHost) -> HostState | None:
-        with ctx_host.use(one):
-            found: HostState | None = one.get_fact(Host, asked=planning.asked())
-            return found
+        found: HostState | None = None
+        # Where the last host fails its fact, pyinfra raises: told below for all of them.
+        with ctx_host.use(one), suppress(PyinfraError):
+            found = one.get_fact(Host, asked=planning.asked())
+        if found is None:
+            logger.error(
+                f"{one.name}: could not be looked at, for the reason above: where sudo refused, "
+                "set _sudo_password (or passwordless sudo) for it in the inventory; python3 must "
+                "be installed there"
+            )
+        return found
 
     jobs = {one.name: gevent.spawn(ask, one) for one in hosts}
     gevent.joinall(list(jobs.values()), raise_error=True)
-    return {name: job.value for name, job in jobs.items() if job.value is not None}
+    states = {name: job.value for name, job in jobs.items() if job.value is not None}
+    if not states:
+        raise DeployError("nothing was changed: no host could be looked at")
+    return states
