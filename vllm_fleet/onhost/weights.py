@@ -78,7 +78,18 @@ def main() -> int:
     if options.command == "status":
         print(json.dumps(stamps(options.models, options.state)))
         return 0
-    return int(tools.guarded("weights", lambda: fetch(tools.read_settings(options.settings))))
+    return int(tools.guarded("weights", lambda: named(tools.read_settings(options.settings))))
+
+
+def named(settings: Mapping[str, Any]) -> None:
+    """Fetch; a refusal names the model, whatever step it comes from."""
+    try:
+        fetch(settings)
+    except Refusal as refusal:
+        name = str(settings["name"])
+        if name in str(refusal).split():
+            raise
+        raise Refusal(f"{name}: {refusal}") from None
 
 
 def stamps(models: str, state: str) -> Dict[str, Dict[str, Any]]:
