@@ -200,7 +200,7 @@ def test_the_time_is_bounded(case: Case) -> None:
     code, output = case.run(1, FLEET_START_SECONDS="1")
     assert code == 1
     assert "start_seconds are over" in output
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
 
 
 def test_a_hung_request_is_bounded_too(case: Case) -> None:
@@ -228,7 +228,7 @@ def test_ends_at_once_with_the_main_process(case: Case, when: str) -> None:
         begun = time.monotonic()
         output, _ = process.communicate(timeout=10)
     assert process.returncode == 1
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < 1.8
     assert "vLLM ended during its start" in output
     assert not case.ready
 
