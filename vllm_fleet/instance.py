@@ -248,7 +248,6 @@ def _unit_path(path: str) -> str:
     return f'"{escaped}"' if shlex.quote(path) != path else escaped
 
 
-@cache
 def _unit() -> str:
     return render(
         "vllm/vllm@.service.j2",

@@ -26,6 +26,7 @@ from vllm_fleet.spec.model import Model
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300
+LONG_ANSWER = tiny_models.CONTEXT - 200  # tokens: takes seconds on any machine
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,12 @@ def server(
         address="127.0.0.1",
         name="tiny",
         model_name="tiny",
-        model=Model(source="path", repo=str(weights), max_model_len=2048, aliases=("small",)),
+        model=Model(
+            source="path",
+            repo=str(weights),
+            max_model_len=tiny_models.CONTEXT,
+            aliases=("small",),
+        ),
         port=free_port(),
         device="cpu",
         cards=(),
@@ -142,7 +148,7 @@ def server(
         args=args,
         env={"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "X": 'a "$b" \\ c'},
         start_seconds=START_SECONDS,
-        drain_seconds=120,
+        drain_seconds=300,
     )
     env_file, script = tmp_path / "etc" / "tiny.env", tmp_path / "etc" / "tiny.sh"
     for file in instance.files(planned) + instance.host_files("cpu"):
@@ -151,7 +157,7 @@ def server(
             Path(file.path).chmod(file.mode)
     env = read_env_file(env_file)
     assert env["X"] == planned.env["X"]
-    env |= {"FLEET_START_SECONDS": str(START_SECONDS), "FLEET_DRAIN_SECONDS": "120"}
+    env |= {"FLEET_START_SECONDS": str(START_SECONDS), "FLEET_DRAIN_SECONDS": "300"}
     lib = tmp_path / "lib"
     subprocess.run(
         ["/usr/bin/python3", "-I", str(lib / "before_start.py")], env=env, check=True, timeout=60
@@ -235,12 +241,12 @@ def test_gate_from_cold_to_engine_death(server: Server) -> None:
     held: list[tuple[int, dict[str, str], str]] = []
     begun: list[bytes] = []
     head = threading.Event()
-    long_answer = chat(1900, ignore_eos=True)
+    long_answer = chat(LONG_ANSWER, ignore_eos=True)
     threads = [
         threading.Thread(
             target=lambda: held.append(server.ask("POST", "/v1/chat/completions", long_answer))
         ),
-        threading.Thread(target=stream, args=(server, 1900, begun, head)),
+        threading.Thread(target=stream, args=(server, LONG_ANSWER, begun, head)),
     ]
     for thread in threads:
         thread.start()
@@ -283,11 +289,11 @@ def test_stop_drains_streams(server: Server) -> None:
     """A stop refuses new requests, lets the streams finish, then ends the server."""
     warming = server.script("warmup")
     assert warming.wait(START_SECONDS) == 0
-    # Several long ones: one alone is over before the stop has begun.
-    streams: list[list[bytes]] = [[] for _ in range(12)]
+    # All in the batch at once (max-num-seqs), so that each has begun when the stop comes.
+    streams: list[list[bytes]] = [[] for _ in range(4)]
     heads = [threading.Event() for _ in streams]
     clients = [
-        threading.Thread(target=stream, args=(server, 1900, lines, head))
+        threading.Thread(target=stream, args=(server, LONG_ANSWER, lines, head))
         for lines, head in zip(streams, heads, strict=True)
     ]
     for client in clients:
@@ -303,7 +309,7 @@ def test_stop_drains_streams(server: Server) -> None:
     assert (status, headers["x-fleet-gate"]) == (503, "not-ready")
     running = sum(client.is_alive() for client in clients)
     assert running, "the streams ended too early to show anything"
-    output, _ = stopping.communicate(timeout=180)
+    output, _ = stopping.communicate(timeout=330)
     for client in clients:
         client.join(10)
     assert stopping.returncode == 0
