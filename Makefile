@@ -31,11 +31,8 @@ demo-down: $(VENV)/.ready ## Remove the demo's hosts and restore this machine; c
 	$(SUDO) $(PY) -m tests.testbed down
 
 .PHONY: check
-check: $(VENV)/.ready ## Lint, types, unit tests: under a minute, no root
-	$(VENV)/bin/ruff check $(CODE)
-	$(VENV)/bin/ruff format --check $(CODE)
-	$(VENV)/bin/mypy $(MYPY)
-	$(PY) -m pytest -q tests/unit
+check: $(VENV)/.ready check-code ## Lint, types, unit tests: under a minute, no root
+	$(PY) -m pytest -q -n 2 -m 'not integration' tests/unit
 
 .PHONY: test
 test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check, and tests on real hosts

@@ -63,9 +63,10 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
             "1m",
             "critical",
             "{{ $labels.pool }}: no instance is ready (seen by {{ $labels.gateway }}):"
-            '{{ range query (printf "vllm_fleet_gateway_instance_ready{pool=%q,gateway=%q}"'
-            " $labels.pool $labels.gateway) }}"
-            " {{ .Labels.host }}/{{ .Labels.instance }}{{ end }}",
+            # An answer comes in no order; a text that changes would be sent as a new alert.
+            "{{ range query (printf `label_join(vllm_fleet_gateway_instance_ready"
+            '{pool=%q,gateway=%q}, "at", "/", "host", "instance")`'
+            ' $labels.pool $labels.gateway) | sortByLabel "at" }} {{ .Labels.at }}{{ end }}',
             "Every instance of the pool is starting, draining, stopped or broken. The gateway "
             "holds requests for `gateway.hold_seconds`, then answers 503.",
             "`systemctl status 'vllm@*'` on the hosts named. Starting: wait for the warm-up "

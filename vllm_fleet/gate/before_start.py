@@ -99,12 +99,20 @@ def check_readable(weights: str, user: "pwd.struct_passwd") -> None:
     if os.getuid() == 0:
         drop = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
     done = subprocess.run(
-        find, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True, **drop
+        find,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+        env=dict(os.environ, LC_ALL="C"),
+        **drop,
     )
     if done.stdout or done.returncode:
+        # A path; where a folder above it is closed, find's own complaint.
+        found = done.stdout.strip()
+        found = found[len("find: ") :] if found.startswith("find: ") else found
         raise Refused(
             "the user %s cannot read %s; run `chmod -R a+rX` on the weights and on the folders "
-            "above them" % (user.pw_name, done.stdout.strip()[:300] or weights)
+            "above them" % (user.pw_name, found[:300] or weights)
         )
 
 
