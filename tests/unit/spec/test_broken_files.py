@@ -34,6 +34,27 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         "device: [cuda\n",
         ['gpu.yml:2:1: not YAML: a "," or the closing "]" is missing before this'],
     ),
+    "rollout: deadlines out of order": (
+        "gpu",
+        "rollout:\n  minimum_healthy_seconds: 60\n  healthy_deadline_seconds: 60\n",
+        [
+            "gpu.yml:3:29: rollout.healthy_deadline_seconds: minimum_healthy_seconds (60) must be "
+            "less than healthy_deadline_seconds (60)"
+        ],
+    ),
+    "rollout: a deadline over the default of the next": (
+        "gpu",
+        "rollout: {healthy_deadline_seconds: 9000}\n",
+        [
+            "gpu.yml:1:37: rollout.healthy_deadline_seconds: healthy_deadline_seconds (9000) must "
+            "be less than progress_deadline_seconds (7200)"
+        ],
+    ),
+    "rollout: a percentage over all": (
+        "gpu",
+        'rollout: {wave: "200%"}\n',
+        ['gpu.yml:1:17: rollout.wave: must be a number from 1 on, or a percentage such as "25%"'],
+    ),
     "tab": (
         "gateway",
         "gateway:\n\tlisten: 80\n",
