@@ -6,6 +6,7 @@ Starts are asked for without blocking and then watched, so that a start that tak
 shows where it is, and one that fails is seen at once. Exit code 1 when any instance failed.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -54,8 +55,9 @@ def journal(unit: str, since: float) -> List[str]:
 
 
 def say(text: str) -> None:
-    """A progress line, at once."""
-    print(text, flush=True)
+    """A progress line, at once; an operator who is gone is no reason to stop half way."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 class Start:
@@ -157,6 +159,10 @@ def retire(order: Dict[str, Any]) -> int:
         exported = os.path.join(STATE, "metrics", f"vllm_fleet_plan_{name}.prom")
         if os.path.exists(exported):
             os.unlink(exported)
+        # What served well here is of no use to another instance of this name, one day.
+        record = os.path.join(STATE, "_rollout", "instances", name + ".json")
+        if os.path.exists(record):
+            os.unlink(record)
         folder = os.path.join(STATE, name)
         if os.path.isdir(folder) and not os.path.islink(folder):
             shutil.rmtree(folder)

@@ -478,9 +478,35 @@ def instances() -> Dict[str, Dict[str, Any]]:
         release = re.search(r'^FLEET_RELEASE="?([^"\n]*)', read(path) or "", re.MULTILINE)
         found[name] = {
             "actual": read_json(f"{STATE}/{name}/actual.json"),
+            "start_seconds": start_seconds(read_json(f"{STATE}/{name}/warmup.json")),
             "running": (read(f"{STATE}/{name}/running") or "").strip(),
             "ready": os.path.exists(f"{RUN}/{name}/ready"),
             "release": os.path.basename(release.group(1)) if release else "",
+        }
+    return found
+
+
+def start_seconds(report: Any) -> Optional[float]:
+    """How long the last start took that ended well; None where none has."""
+    try:
+        return float(report["load_seconds"]) + float(report["warm_seconds"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def rollout() -> Dict[str, Dict[str, Any]]:
+    """What is remembered of changes of each instance, the files of versions left out."""
+    found = {}
+    for path in sorted(glob.glob(f"{STATE}/_rollout/instances/*.json")):
+        record = read_json(path)
+        if not isinstance(record, dict):
+            continue
+        kept = ("release", "checksum", "at", "probe")
+        found[os.path.basename(path)[: -len(".json")]] = {
+            "pool": record.get("pool"),
+            "goods": [{k: one.get(k) for k in kept} for one in record.get("goods") or []],
+            "refused": record.get("refused") or [],
+            "step": record.get("step"),
         }
     return found
 
@@ -583,6 +609,7 @@ def main() -> None:
             for path in glob.glob(f"{STATE}/loaded/*")
         },
         "instances": instances(),
+        "rollout": rollout(),
         "texts": {path: read(path) for path in asked["texts"]},
         **{name: found if found is not None else {} for name, found in slow.items()},
     }

@@ -1,0 +1,112 @@
+"""What hosts remember of changes, and each instance as the policy looks at it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_fleet.rollout.policy import Standing, Version
+from vllm_fleet.state import HostState
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A version that must not come back to a pool until somebody clears it."""
+
+    pool: str
+    version: Version
+    why: str
+    by_release: bool  # the release as a whole, not only these settings
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one host remembers of one instance."""
+
+    goods: tuple[Version, ...] = ()  # that served well, the last one first
+    refused: tuple[Refused, ...] = ()
+    step: Mapping[str, Any] | None = None  # a change under way, or cut off
+
+    @property
+    def cut_off(self) -> Version | None:
+        """What a change that did not end was going to."""
+        if self.step is None:
+            return None
+        return _version(self.step.get("to")) or Version("an unknown version", "")
+
+    @property
+    def on_its_way_back(self) -> bool:
+        """Whether that change had failed and was being undone."""
+        return bool(self.step and self.step.get("back"))
+
+
+def record_of(state: HostState, name: str) -> Record:
+    """The record of an instance, empty where its host has none."""
+    found = state.rollout.get(name) or {}
+    goods = [_version(one) for one in found.get("goods") or ()]
+    return Record(
+        tuple(good for good in goods if good is not None),
+        tuple(
+            Refused(
+                str(found.get("pool") or ""), version, str(one.get("why")), bool(one["by_release"])
+            )
+            for one in found.get("refused") or ()
+            if (version := _version(one)) is not None
+        ),
+        found.get("step"),
+    )
+
+
+def _version(found: Mapping[str, Any] | None) -> Version | None:
+    if not found or not found.get("checksum"):
+        return None
+    return Version(str(found.get("release")), str(found["checksum"]))
+
+
+def refusals(states: Iterable[HostState]) -> tuple[Refused, ...]:
+    """What any host of the fleet remembers as refused."""
+    return tuple(
+        one for state in states for name in state.rollout for one in record_of(state, name).refused
+    )
+
+
+def refusal_of(pool: str, wanted: Version, known: Sequence[Refused]) -> str:
+    """Why a version is not to come back to a pool; empty where it may."""
+    for one in known:
+        if one.pool != pool:
+            continue
+        if one.version == wanted or (one.by_release and one.version.release == wanted.release):
+            return one.why
+    return ""
+
+
+def standing(
+    state: HostState,
+    host: str,
+    name: str,
+    pool: str,
+    wanted: Version,
+    known: Sequence[Refused],
+    spare: tuple[int, ...] = (),
+) -> Standing:
+    """One instance as the policy looks at it."""
+    now = state.instances.get(name, {})
+    record = record_of(state, name)
+    active = state.active(f"vllm@{name}.service")
+    runs = None
+    if active and now.get("running"):
+        runs = Version(str(now.get("release") or "?"), str(now["running"]))
+    seconds = now.get("start_seconds")
+    return Standing(
+        host=host,
+        name=name,
+        pool=pool,
+        wanted=wanted,
+        runs=runs,
+        serving=active and bool(now.get("ready")),
+        start_seconds=float(seconds) if isinstance(seconds, int | float) else None,
+        refused=refusal_of(pool, wanted, known),
+        cut_off=record.cut_off,
+        spare=spare,
+    )
