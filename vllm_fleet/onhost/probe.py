@@ -125,6 +125,8 @@ class Client:
             else:
                 raise Failure("%s (stream) ended without [DONE] after %d chunks" % (path, tokens))
         except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(error, TimeoutError) and tokens:
+                raise Failure("%s (stream) was not over after %g s" % (path, self._seconds)) from None
             raise Failure("%s (stream): %s" % (path, self._reason(error))) from error
         finally:
             connection.close()
@@ -141,13 +143,13 @@ class Client:
     def _in_time(self, deadline: float, connection: http.client.HTTPConnection) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise Failure("was not over after %.0f s" % self._seconds)
+            raise Failure("was not over after %g s" % self._seconds)
         if connection.sock is not None:
             connection.sock.settimeout(left)
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            return "no answer within %.0f s" % self._seconds
+            return "no answer within %g s" % self._seconds
         return str(error) or type(error).__name__
 
 
