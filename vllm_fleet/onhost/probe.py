@@ -126,7 +126,9 @@ class Client:
                 raise Failure("%s (stream) ended without [DONE] after %d chunks" % (path, tokens))
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, TimeoutError) and tokens:
-                raise Failure("%s (stream) was not over after %g s" % (path, self._seconds)) from None
+                raise Failure(
+                    "%s (stream) was not over after %g s" % (path, self._seconds)
+                ) from None
             raise Failure("%s (stream): %s" % (path, self._reason(error))) from error
         finally:
             connection.close()

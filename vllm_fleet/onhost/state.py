@@ -501,7 +501,7 @@ def rollout() -> Dict[str, Dict[str, Any]]:
         record = read_json(path)
         if not isinstance(record, dict):
             continue
-        kept = ("release", "checksum", "at", "probe")
+        kept = ("release", "checksum", "at", "run")
         found[os.path.basename(path)[: -len(".json")]] = {
             "pool": record.get("pool"),
             "goods": [{k: one.get(k) for k in kept} for one in record.get("goods") or []],

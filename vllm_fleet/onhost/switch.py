@@ -6,7 +6,8 @@ its last line, or ``refused`` and why. A version is a release with the files tha
 ``{"release", "checksum", "files": [{"path", "content", "mode", "owner", "group"}]}``.
 
     stage     {"pool", "next": version}       written down beside what serves
-    begin     {"run", "drained"}              what serves now is remembered as good
+    begin     {"run", "drained", "to"}        what serves now is remembered as good
+    measured  {"probe"}                       what it was measured with, while it runs
     switch    {"to": checksum, "seconds"}     stop, room, files, start, until it is ready
     watch     {"seconds"}                     whether it stays ready that long
     accept    {"run", "probe"}                the version that runs is the good one from now on
@@ -159,7 +160,7 @@ def begin(order: Json) -> Json:
         step = {
             "at": int(time.time()),
             "from": {"release": now["release"], "checksum": now["checksum"]},
-            "to": short(staged),
+            "to": order.get("to") or short(staged),
             "served": now["active"] and now["ready"],
             "drained": bool(order["drained"]),
             "name": "begun",
@@ -168,11 +169,22 @@ def begin(order: Json) -> Json:
     ledger.write_record(name, record)
     return {
         "now": now,
-        "figures": figures(name, now["invocation"]) if now["active"] else {},
         "step": record["step"],
         "goods": [short(good) for good in record["goods"]],
         "next": short(staged),
     }
+
+
+def measured(order: Json) -> Json:
+    """Remember what the good version that runs was measured with: a second run compares with it."""
+    name = order["instance"]
+    record, now = ledger.read_record(name), running(name)
+    goods = record["goods"]
+    fits = bool(goods) and goods[0]["checksum"] == now["checksum"]
+    if fits:
+        goods[0]["probe"] = order["probe"]
+        ledger.write_record(name, record)
+    return {"remembered": fits}
 
 
 def remember(record: Json, now: Json) -> None:
@@ -184,6 +196,7 @@ def remember(record: Json, now: Json) -> None:
     version: Json = {**(kept[0] if kept else {}), "at": int(time.time())}
     version.update(release=now["release"], checksum=now["checksum"])
     version["files"] = files_of(record)
+    version["figures"] = figures(record["instance"], now["invocation"])
     record["goods"] = [version] + [g for g in goods if g["checksum"] != now["checksum"]]
 
 
@@ -427,7 +440,13 @@ def accept(order: Json) -> Json:
     staged = record["next"]
     if staged is None or not now["active"] or now["checksum"] != staged["checksum"]:
         raise Refused("does not run the staged version any more")
-    good = {**staged, "at": int(time.time()), "probe": order.get("probe")}
+    good = {
+        **staged,
+        "at": int(time.time()),
+        "run": order["run"],
+        "probe": order.get("probe"),
+        "figures": figures(name, now["invocation"]),
+    }
     others = [one for one in record["goods"] if one["checksum"] != good["checksum"]]
     record.update(goods=[good, *others], next=None, step=None)
     ledger.write_record(name, record)
@@ -461,17 +480,16 @@ def settle(order: Json) -> Json:
 
 
 def journal(order: Json) -> Json:
-    """Print the last lines of an instance's log."""
-    name = order["instance"]
-    unit = "vllm@%s.service" % name
-    for line in instances.journal(unit, float(order["since"]))[-int(order["lines"]) :]:
-        say("journal %s | %s" % (name, line))
-    return {}
+    """The last lines of an instance's log."""
+    unit = "vllm@%s.service" % order["instance"]
+    lines = instances.journal(unit, float(order["since"]))[-int(order["lines"]) :]
+    return {"lines": [line[:2000] for line in lines]}
 
 
 ACTIONS: Dict[str, Callable[[Json], Json]] = {
     "stage": stage,
     "begin": begin,
+    "measured": measured,
     "switch": switch,
     "watch": watch,
     "accept": accept,

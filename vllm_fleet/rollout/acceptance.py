@@ -93,7 +93,8 @@ RATE = "tokens a second"
 
 
 def _answered(old: Seen, new: Seen) -> Finding:
-    failures = list(new.get("failures") or ())
+    failed_before = {one["name"] for one in old.get("failures") or ()}
+    failures = [one for one in new.get("failures") or () if one["name"] not in failed_before]
     bad = "; ".join(f"{one['name']}: {one['why']}" for one in failures)
     return Finding("questions answered", _count(old), _count(new), bad)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_fleet.rollout.policy import Standing, Version
@@ -21,10 +21,19 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Good:
+    """A version that served well, since when, and the run that brought it."""
+
+    version: Version
+    at: float = 0.0
+    run: str = ""
+
+
+@dataclass(frozen=True)
 class Record:
     """What one host remembers of one instance."""
 
-    goods: tuple[Version, ...] = ()  # that served well, the last one first
+    goods: tuple[Good, ...] = ()  # that served well, the last one first
     refused: tuple[Refused, ...] = ()
     step: Mapping[str, Any] | None = None  # a change under way, or cut off
 
@@ -44,9 +53,12 @@ class Record:
 def record_of(state: HostState, name: str) -> Record:
     """The record of an instance, empty where its host has none."""
     found = state.rollout.get(name) or {}
-    goods = [_version(one) for one in found.get("goods") or ()]
     return Record(
-        tuple(good for good in goods if good is not None),
+        tuple(
+            Good(version, float(one.get("at") or 0), str(one.get("run") or ""))
+            for one in found.get("goods") or ()
+            if (version := _version(one)) is not None
+        ),
         tuple(
             Refused(
                 str(found.get("pool") or ""), version, str(one.get("why")), bool(one["by_release"])
@@ -110,3 +122,54 @@ def standing(
         cut_off=record.cut_off,
         spare=spare,
     )
+
+
+def goes_back(standings: Sequence[Standing], records: Mapping[str, Record]) -> list[Standing]:
+    """What rollback.py undoes: the last change of the fleet, instance by instance.
+
+    ``standings`` of all instances; ``records`` by their id. What comes back has the version as
+    ``wanted`` that served before. The last change is the one that the youngest good version
+    came by: of release, where that changed, so that a change of several runs is undone whole;
+    else that run's. A change that was cut off on its way belongs to it.
+    """
+    known = [one for record in records.values() for one in record.refused]
+    last: tuple[float, Standing] | None = None
+    for one in standings:
+        goods = records[one.id].goods
+        if (
+            len(goods) > 1
+            and goods[0].version == one.runs
+            and (last is None or goods[0].at > last[0])
+        ):
+            last = goods[0].at, one
+    found = []
+    for one in standings:
+        record = records[one.id]
+        good = _before(one, record, known)
+        if good is None:
+            continue
+        if one.cut_off is not None or (last is not None and _same(one, last[1], records)):
+            found.append(replace(one, wanted=good, refused=""))
+    return found
+
+
+def _before(one: Standing, record: Record, known: Sequence[Refused]) -> Version | None:
+    """The version that served before what runs now; None where none is remembered."""
+    for good in record.goods:
+        undone = record.on_its_way_back and good.version == one.runs
+        if good.version == one.runs and not undone:
+            continue
+        if not refusal_of(one.pool, good.version, known):
+            return good.version
+    return None
+
+
+def _same(one: Standing, last: Standing, records: Mapping[str, Record]) -> bool:
+    """Whether what an instance runs came by the same change as the last one."""
+    goods, other = records[one.id].goods, records[last.id].goods
+    if len(goods) < 2 or goods[0].version != one.runs:
+        return False
+    if other[0].version.release != other[1].version.release:
+        before = {good.version.release for good in goods[1:]} - {goods[0].version.release}
+        return goods[0].version.release == other[0].version.release and bool(before)
+    return goods[0].run == other[0].run

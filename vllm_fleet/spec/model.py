@@ -367,7 +367,7 @@ class Rollout(Settings):
     )
     after_wave: OneLine | None = Field(
         None,
-        description="Program on the operator's machine, run after each wave.",
+        description="The same after each wave.",
         examples=["hooks/after-wave"],
     )
     acceptance: Acceptance = Field(

@@ -99,6 +99,13 @@ def test_a_model_that_never_could_is_not_refused_for_it() -> None:
     assert not why({}, {**GOOD, **could_not})
 
 
+def test_a_question_that_failed_before_is_no_reason_another_one_is() -> None:
+    broken = {"failures": [{"name": "tools", "why": "answered 400"}]}
+    assert not why(broken, {**GOOD, **broken})
+    more = [*broken["failures"], {"name": "long prompt", "why": "answered 500"}]
+    assert why({"failures": more}, {**GOOD, **broken}).endswith(": long prompt: answered 500")
+
+
 def test_without_an_old_one_only_failures_count() -> None:
     slow = {"first_token_seconds": 50.0, "ended": 0}
     assert not why(slow, None)
