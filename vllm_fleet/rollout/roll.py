@@ -288,8 +288,8 @@ class _Move:
                 return dict(known)
             if time.monotonic() >= deadline:
                 raise Failed(
-                    f"{gateway}: out of pool {pool} already: {', '.join(out)}; of {len(members)} no "
-                    f"more than {allowed} may be: bring that back first"
+                    f"{gateway}: out of pool {pool} already: {', '.join(out)}; of {len(members)} "
+                    f"no more than {allowed} may be: bring that back first"
                 )
             time.sleep(ROOM_POLL_SECONDS)
 
@@ -376,13 +376,10 @@ class _Move:
 
     def _leave(self, why: str) -> tuple[Result, str]:
         """Nothing was changed yet: back into its pool."""
+        if self.target.standing.cut_off is not None:
+            # What runs there was not accepted by anybody: its record stays for the next run.
+            return "stuck", f"{why}; its change was cut off before, and still is: run this again"
         now = self.begun.get("now") or {}
-        if now.get("active") and now.get("checksum") != self.good.get("checksum"):
-            # Of a change that was cut off: nobody has accepted what runs there.
-            return (
-                "stuck",
-                f"{why}; it runs what was not accepted yet, out of its pool: run this again",
-            )
         try:
             if self.begun:
                 self._in(ready=bool(now.get("ready")))
@@ -420,14 +417,15 @@ class _Move:
 
     def _refusal(self, why: str, what: Literal["to", "runs"] = "to") -> Json:
         """The version that must not come back: as a release, where that is what changed."""
-        new, old = self.target.to, self.target.standing.runs
-        if what == "runs":
-            new, old = old or new, new
+        runs, to = self.target.standing.runs, self.target.to
+        old = str(((self.begun.get("step") or {}).get("from") or {}).get("release") or "")
+        if what == "runs" and runs is not None:
+            to, old = runs, to.release
         return {
-            "release": new.release,
-            "checksum": new.checksum,
+            "release": to.release,
+            "checksum": to.checksum,
             "why": why,
-            "by_release": old is not None and old.release != new.release,
+            "by_release": bool(old) and old != to.release,
         }
 
     def _out_again(self) -> None:
