@@ -1,4 +1,4 @@
-"""Instances of vLLM: start what does not run, replace what runs with something else."""
+"""Instances of vLLM: start what does not run, end what is no longer wanted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ def started(plan: HostPlan) -> Generator[Script, None, None]:
     if not waiting:
         host.noop("every instance runs")
         return
-    yield change("start", plan.spec.name, waiting)
-
-
-@operation()
-def replaced(plan: HostPlan, instance: PlannedInstance) -> Generator[Script, None, None]:
-    """Drain one instance, start it with the settings of the plan, wait until it is warm."""
-    yield change("restart", plan.spec.name, [instance])
+    yield change(plan.spec.name, waiting)
 
 
 @operation()
@@ -42,10 +36,10 @@ def retired(plan: HostPlan) -> Generator[Script, None, None]:
     yield Script(*inline("instances.py"), order=order)
 
 
-def change(action: str, where: str, instances: Iterable[PlannedInstance]) -> Script:
-    """The script that starts or restarts instances and explains a failure."""
+def change(where: str, instances: Iterable[PlannedInstance]) -> Script:
+    """The script that starts instances and explains a failure."""
     order = {
-        "action": action,
+        "action": "start",
         "instances": [{"name": i.name, "seconds": i.start_seconds} for i in instances],
     }
     return Script(
