@@ -299,4 +299,5 @@ def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
         tools=engine.has_tools(planned.args),
         start_seconds=planned.start_seconds,
         drain_seconds=planned.drain_seconds,
+        command={"files": files},
     )

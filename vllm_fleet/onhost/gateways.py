@@ -159,6 +159,8 @@ def main() -> int:
     """Do what stands on standard input."""
     order = json.load(sys.stdin)
     try:
+        if order.get("action") not in ACTIONS:
+            raise Refused("%r is none of %s" % (order.get("action"), ", ".join(ACTIONS)))
         result = ACTIONS[order["action"]](order)
     except Refused as error:
         say("refused %s" % error)

@@ -250,12 +250,20 @@ ACTIONS: Dict[str, Callable[[Json], Json]] = {
 }
 
 
-def main(actions: Optional[Dict[str, Callable[[Json], Json]]] = None) -> int:
+def chosen(order: Json, actions: Dict[str, Callable[[Json], Json]]) -> Callable[[Json], Json]:
+    """What an order asks for. Raises Refused where there is no such thing."""
+    if order.get("action") not in actions:
+        raise Refused("%r is none of %s" % (order.get("action"), ", ".join(actions)))
+    return actions[order["action"]]
+
+
+def main() -> int:
     """Do what stands on standard input."""
     order = json.load(sys.stdin)
     try:
+        action = chosen(order, ACTIONS)
         with guarded():
-            result = (actions or ACTIONS)[order["action"]](order)
+            result = action(order)
     except (Refused, OSError) as error:
         say("refused %s" % error)
         return 1

@@ -256,7 +256,7 @@ def switch(order: Json) -> Json:
             swap(name, version)
         note(name, "starting")
         began = time.time()
-        start = instances.Start(name, int(order["seconds"]), "start")
+        start = instances.Start(name, int(order["seconds"]))
         while not start.look():
             time.sleep(POLL_SECONDS)
         if start.outcome:
@@ -505,15 +505,15 @@ def main() -> int:
     # The operator's end may vanish at any moment: what was begun is ended.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     order = json.load(sys.stdin)
-    action = ACTIONS[order["action"]]
     try:
+        action = ledger.chosen(order, ACTIONS)
         if order["action"] in READS:
             result = action(order)
         else:
             with ledger.guarded(order["instance"]):
                 result = action(order)
     except (Refused, before_start.Refused, OSError, KeyError) as error:
-        say("refused %s: %s" % (order["instance"], error))
+        say("refused %s: %s" % (order.get("instance"), error))
         return 1
     say("result %s" % json.dumps(result))
     return 0

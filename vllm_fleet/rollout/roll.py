@@ -88,7 +88,18 @@ class Roll:
                         f"{target.id}: {target.to.release} refuses its options: {found['why']}"
                     )
 
-        failures = [error for error in _together(prepare, moving) if error is not None]
+        def one_by_one(targets: list[Target]) -> None:
+            # A rehearsal takes memory and time of a host that serves.
+            refused = [
+                error for target in targets for error in _together(prepare, [target]) if error
+            ]
+            if refused:
+                raise Failed("; ".join(map(str, refused)))
+
+        by_host: dict[str, list[Target]] = {}
+        for target in moving:
+            by_host.setdefault(target.standing.host, []).append(target)
+        failures = [error for error in _together(one_by_one, [*by_host.values()]) if error]
         if failures:
             raise Failed("; ".join(map(str, failures)))
 
@@ -159,10 +170,7 @@ class Roll:
             change = Change(one, target.to, result, time.monotonic() - began, why)
             changes.append(change)
             self._record(change)
-            self.hosts.say(
-                f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s"
-                + (f": {why}" if why else "")
-            )
+            self.hosts.say(f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s")
             if result != "done":
                 break
         return changes

@@ -117,7 +117,7 @@ def settled(plan: HostPlan) -> dict[str, Any]:
         "weights": {
             str(w.order["stamp"]): {
                 **{key: w.order[key] for key in ("source", "repo", "revision")},
-                "passed": ["sizes", "safetensors", "config"],
+                "passed": w.order["needs"],
                 "intact": True,
                 "config": None,
                 "quant": None,

@@ -124,7 +124,7 @@ def test_options_that_the_release_refuses_stop_it_with_every_reason() -> None:
         del target.command["late"]
     with (
         lock,
-        pytest.raises(Failed, match=r"g1/a: 0\.32 refuses its options: no such option; g1/q"),
+        pytest.raises(Failed, match=r"g1/a: 0\.32 refuses .*; g1/q: .*; g2/a: .*; g3/a"),
     ):
         roll.stage(rollout)
     assert not hosts.did("begin", "drain", "switch")
