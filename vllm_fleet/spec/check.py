@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from vllm_fleet import paths
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.engine_options import check_engine
 from vllm_fleet.spec.entries import check_entries
@@ -14,6 +15,7 @@ from vllm_fleet.spec.named_files import check_named_files
 from vllm_fleet.spec.words import nearest
 
 NODE_EXPORTER_PORT = 9100  # on every host
+TAKEN = frozenset({"loaded", "manifest.json", "metrics", "weights"})  # in paths.STATE
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
 
@@ -73,6 +75,9 @@ def _cards_and_ports(found: Findings, host: LoadedHost) -> None:
         if first is not at:
             text = f"stands twice on {{hosts}}: {first.place} has it too"
             found.say(At(at.layer, (*at.loc, "name")), text, me)
+        if instance.name in TAKEN:
+            text = f"is the name of a folder or file of ours in {paths.STATE}; choose another"
+            found.say(At(at.layer, (*at.loc, "name")), text)
         port_at = At(at.layer, (*at.loc, "port"))
         if instance.port in ports:
             text = f"port {instance.port} of {{hosts}} is taken by {ports[instance.port]}"

@@ -316,6 +316,14 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
             "a (group_vars/prod.yml:10)"
         ],
     ),
+    "an instance named like a folder of ours": (
+        "prod",
+        good(("name: a", "name: metrics")),
+        [
+            "prod.yml:6:11: instances[0].name: is the name of a folder or file of ours in "
+            "/var/lib/vllm; choose another"
+        ],
+    ),
     "one name of two instances": (
         "prod",
         good(then="  - {name: a, hosts: [gpu-01], model: glm, cards: [2], port: 8002}\n"),
