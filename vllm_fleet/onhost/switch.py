@@ -6,7 +6,7 @@ its last line, or ``refused`` and why. A version is a release with the files tha
 ``{"release", "checksum", "files": [{"path", "content", "mode", "owner", "group"}]}``.
 
     stage     {"pool", "next": version}       written down beside what serves
-    begin     {"run", "drained", "to"}        what serves now is remembered as good
+    begin     {"run", "drained", "to", "back"}    what serves now is remembered as good
     measured  {"probe"}                       what it was measured with, while it runs
     switch    {"to": checksum, "seconds"}     stop, room, files, start, until it is ready
     watch     {"seconds"}                     whether it stays ready that long
@@ -163,6 +163,7 @@ def begin(order: Json) -> Json:
             "to": order.get("to") or short(staged),
             "served": now["active"] and now["ready"],
             "drained": bool(order["drained"]),
+            "back": bool(order.get("back")),
             "name": "begun",
         }
     record["step"] = {**step, "run": order["run"]}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from vllm_fleet.rollout import acceptance
 from vllm_fleet.rollout.audit import MEANING, Change, Result, run_mark
@@ -258,6 +258,7 @@ class _Move:
             run=self.roll.lock.holder.run,
             drained=drained,
             to={"release": to.release, "checksum": to.checksum},
+            back=self.roll.back,
         )
         # What it goes back to: for rollback.py that is what it goes to.
         self.good = next(
@@ -268,12 +269,17 @@ class _Move:
             ),
             {},
         )
-        if self.roll.back:
-            self._ask(
-                "refuse",
-                run=self.roll.lock.holder.run,
-                refused=self._refusal(f"rolled back by {self.roll.lock.holder.who}", "runs"),
-            )
+        if self.roll.back and (refused := self._left_behind()):
+            self._ask("refuse", run=self.roll.lock.holder.run, refused=refused)
+
+    def _left_behind(self) -> Json | None:
+        """The version that rollback.py goes back from, which must not come back by itself."""
+        one, to = self.target.standing, self.target.to
+        for version in (one.runs, one.cut_off):
+            if version is not None and version != to:
+                why = f"rolled back by {self.roll.lock.holder.who}"
+                return _refused(version, why, by_release=version.release != to.release)
+        return None
 
     def _room(self, gateway: str) -> dict[str, Json]:
         """What a gateway knows, once its pool can do without this instance. Raises Failed."""
@@ -423,18 +429,11 @@ class _Move:
             return "stuck", f"{why}; and on the way back to {good}: {error}: run this again"
         return "returned", why
 
-    def _refusal(self, why: str, what: Literal["to", "runs"] = "to") -> Json:
-        """The version that must not come back: as a release, where that is what changed."""
-        runs, to = self.target.standing.runs, self.target.to
-        old = str(((self.begun.get("step") or {}).get("from") or {}).get("release") or "")
-        if what == "runs" and runs is not None:
-            to, old = runs, to.release
-        return {
-            "release": to.release,
-            "checksum": to.checksum,
-            "why": why,
-            "by_release": bool(old) and old != to.release,
-        }
+    def _refusal(self, why: str) -> Json:
+        """The new version, which must not come back by itself; as a release, if that changed."""
+        old = ((self.begun.get("step") or {}).get("from") or {}).get("release")
+        to = self.target.to
+        return _refused(to, why, by_release=bool(old) and old != to.release)
 
     def _out_again(self) -> None:
         """Out of its pool once more. A gateway that is lost sends nothing any more."""
@@ -532,6 +531,16 @@ class _Move:
 
 class _NotIn(Exception):
     """It serves, but a gateway does not know."""
+
+
+def _refused(version: Version, why: str, *, by_release: bool) -> Json:
+    """A refused version as records have it."""
+    return {
+        "release": version.release,
+        "checksum": version.checksum,
+        "why": why,
+        "by_release": by_release,
+    }
 
 
 def _together(do: Callable[[Any], None], items: Sequence[Any]) -> list[Exception | None]:

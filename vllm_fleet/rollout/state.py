@@ -155,13 +155,13 @@ def goes_back(standings: Sequence[Standing], records: Mapping[str, Record]) -> l
 
 def _before(one: Standing, record: Record, known: Sequence[Refused]) -> Version | None:
     """The version that served before what runs now; None where none is remembered."""
-    for good in record.goods:
-        undone = record.on_its_way_back and good.version == one.runs
-        if good.version == one.runs and not undone:
-            continue
-        if not refusal_of(one.pool, good.version, known):
-            return good.version
-    return None
+    goods = [good.version for good in record.goods if not refusal_of(one.pool, good.version, known)]
+    if record.step is None:
+        goods = [good for good in goods if good != one.runs]
+    elif record.on_its_way_back and record.cut_off in goods:
+        return record.cut_off
+    # Of a change that was cut off the last good version is what served before it.
+    return goods[0] if goods else None
 
 
 def _same(one: Standing, last: Standing, records: Mapping[str, Record]) -> bool:

@@ -186,6 +186,7 @@ class FakeFleet:
                 "served": served,
                 "from": old,
                 "to": order["to"],
+                "back": order["back"],
             }
         return {
             "now": self._now(one),

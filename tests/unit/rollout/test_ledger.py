@@ -115,9 +115,10 @@ def test_the_holder_shows_that_it_lives_and_learns_that_it_was_robbed(hosts: Loc
         hosts.lost = True  # a short break of the network is no reason
         time.sleep(0.05)
         lock.check()
-        hosts.lost = False
-        unlocked(hosts, "gw", holder.run)
+        with ledger.guarded():
+            ledger.unlock({"run": holder.run, "by": "bob"})
         killed("r2", "bob")
+        hosts.lost = False
         lock._thread.join(30)
         with pytest.raises(Locked, match="taken away by run r2 of bob"):
             lock.check()

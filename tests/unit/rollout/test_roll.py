@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.fleets import state
 from tests.unit.rollout.fake_fleet import PROBE, FakeFleet, Instance, Killed
 from vllm_fleet.rollout import roll as rolling
 from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Holder, Lock, Locked
 from vllm_fleet.rollout.policy import Rollout, Version, plan_rollout
 from vllm_fleet.rollout.roll import Roll, Target
+from vllm_fleet.rollout.state import goes_back, record_of
 from vllm_fleet.spec.model import Rollout as Settings
 
 OLD, NEW = Version("0.31", "1" * 64), Version("0.32", "2" * 64)
@@ -404,3 +407,136 @@ def test_a_start_that_takes_too_long_goes_back(monkeypatch: pytest.MonkeyPatch) 
     assert not upgrade(hosts)
     assert "progress_deadline_seconds (7200 s)" in "\n".join(hosts.said)
     assert releases(hosts) == ["0.31"] * 4
+
+
+# --- rollback.py
+
+
+def takes_back(hosts: FakeFleet) -> tuple[Roll, Rollout, Lock]:
+    standings = hosts.standings(Version("", ""))
+    records = {}
+    for one in hosts.instances.values():
+        kept = {"pool": one.pool, "goods": one.goods, "refused": one.refused, "step": one.step}
+        records[one.id] = record_of(state(rollout={one.name: kept}), one.name)
+    chosen = Settings(canaries=0, allow_downtime=True)
+    back = {one.id: one for one in goes_back(standings, records)}
+    rest = [replace(one, wanted=one.runs or one.wanted, cut_off=None) for one in standings]
+    rollout = plan_rollout([back.get(one.id, one) for one in rest], chosen, 900)
+    targets = {
+        one.id: Target(one, None, one.wanted, 8001, one.pool, "chat", False, 60, 30)
+        for step in rollout.steps
+        for one in step.members
+    }
+    lock = Lock(hosts, "gw", Holder("rollback", who="ann"), beat_seconds=3600)
+    return Roll(hosts, list(hosts.drained), chosen, lock, targets, back=True), rollout, lock
+
+
+def roll_back(hosts: FakeFleet) -> bool:
+    """One run of rollback.py."""
+    roll, rollout, lock = takes_back(hosts)
+    with lock:
+        roll.stage(rollout)
+        return roll.run(rollout)
+
+
+def upgraded() -> FakeFleet:
+    hosts = fleet()
+    assert upgrade(hosts)
+    for at, one in enumerate(hosts.instances.values()):
+        one.goods[0]["at"] = 100 + at
+    hosts.log.clear()
+    return hosts
+
+
+def test_a_rollback_brings_everything_back_with_no_probe_and_no_download() -> None:
+    hosts = upgraded()
+    assert roll_back(hosts)
+    assert releases(hosts) == ["0.31"] * 4
+    settled(hosts)
+    assert hosts.most_out["glm"] == 1
+    assert hosts.did("probe", "stage", "accept", "rehearse") == []
+    assert all(one.refused[0]["why"] == "rolled back by ann" for one in hosts.instances.values())
+    # Neither does a second one do anything, nor an upgrade to what was refused.
+    assert takes_back(hosts)[1] == Rollout()
+    assert begin(hosts)[1].waves == ()
+
+
+def test_a_rollback_of_an_upgrade_that_stopped_takes_back_what_was_done() -> None:
+    hosts = fleet()
+
+    def before(host: str, action: str, name: str) -> None:
+        if (host, action) == ("g2", "stopped"):
+            hosts.no_start.add("0.32")
+
+    hosts.before = before
+    assert not upgrade(hosts)
+    assert releases(hosts) == ["0.32", "0.31", "0.31", "0.32"]
+    hosts.instances["g1/a"].goods[0]["at"] = hosts.instances["g1/q"].goods[0]["at"] = 9
+    assert roll_back(hosts)
+    assert releases(hosts) == ["0.31"] * 4
+    assert hosts.instances["g3/a"].starts == []
+
+
+def test_killed_in_a_rollback_a_second_one_ends_it() -> None:
+    points = 0
+    for calls in range(1, 500):
+        hosts = upgraded()
+        left = [calls]
+
+        def before(host: str, action: str, name: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        hosts.before = before
+        try:
+            roll_back(hosts)
+        except Killed:
+            points += 1
+        else:
+            break
+        hosts.before = lambda *_: None
+        hosts.holder = None
+        assert roll_back(hosts), calls
+        assert releases(hosts) == ["0.31"] * 4, calls
+        settled(hosts)
+        assert hosts.most_out["glm"] <= 1
+    assert points > 30
+
+
+def test_an_upgrade_that_was_killed_can_be_taken_back_at_every_point() -> None:
+    points = 0
+    for calls in range(1, 500):
+        hosts = fleet()
+        left = [calls]
+
+        def before(host: str, action: str, name: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        hosts.before = before
+        try:
+            upgrade(hosts)
+        except Killed:
+            points += 1
+        else:
+            break
+        hosts.before = lambda *_: None
+        hosts.holder = None
+        for one in hosts.instances.values():
+            if len(one.goods) > 1:
+                one.goods[0]["at"] = 9
+        assert roll_back(hosts) or takes_back(hosts)[1] == Rollout(), calls
+        assert releases(hosts) == ["0.31"] * 4, calls
+        settled(hosts)
+        assert all(bad["release"] == "0.32" for i in hosts.instances.values() for bad in i.refused)
+    assert points > 60
+
+
+def test_a_rollback_that_does_not_start_is_said_and_stops() -> None:
+    hosts = upgraded()
+    hosts.no_start.add("0.31")
+    assert not roll_back(hosts)
+    assert releases(hosts) == ["-", "0.32", "0.32", "0.32"]
+    assert "g1/a: serves neither: failed to start" in "\n".join(hosts.said)
