@@ -164,6 +164,10 @@ class Probe:
         self.order = order
         self.failures: List[Json] = []
         self.found: Json = {}
+        # Of a model with short requests the questions and answers of a talk must still fit in.
+        longest = order.get("longest") or 1 << 20
+        self.answer_tokens = max(8, min(int(order["answer_tokens"]), longest // 8))
+        self.timed_tokens = max(8, min(TIMED_TOKENS, longest // 4))
         # No answer out of a cache of prefixes, neither of this probe nor of the one before.
         self.nonce = secrets.token_hex(4)
 
@@ -196,7 +200,7 @@ class Probe:
         body = {
             "model": self.model,
             "messages": messages,
-            "max_tokens": self.order["answer_tokens"],
+            "max_tokens": self.answer_tokens,
         }
         answer = self.client.post(path, {**body, **more})
         choices = answer.get("choices")
@@ -227,7 +231,7 @@ class Probe:
                 {
                     "model": self.model,
                     "messages": [{"role": "user", "content": text}],
-                    "max_tokens": TIMED_TOKENS,
+                    "max_tokens": self.timed_tokens,
                     "temperature": 0,
                     "ignore_eos": True,
                 },
@@ -331,12 +335,22 @@ def api_key(name: str) -> str:
     return match.group(1) if match else ""
 
 
+def longest_request(name: str) -> Optional[int]:
+    """Tokens of the longest request, as the warm-up of this start was told."""
+    try:
+        found = json.loads(text_of(os.path.join(STATE, name, "warmup.json")))["max_model_len"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
 def main() -> int:
     """Ask what stands on standard input."""
     order = json.load(sys.stdin)
     name = order["instance"]
     token = text_of(os.path.join(RUN, name, "token")).strip()
     client = Client(int(order["port"]), token, api_key(name), float(order["seconds"]))
+    order["longest"] = longest_request(name)
     print("result " + json.dumps(Probe(client, order).run()), flush=True)
     return 0
 

@@ -26,6 +26,7 @@ import json
 import os
 import pwd
 import re
+import shutil
 import signal
 import sys
 import time
@@ -53,6 +54,7 @@ USER = "vllm"
 POLL_SECONDS = 0.5
 STOP_SLACK_SECONDS = 60
 FREE_SECONDS = 60.0
+ROOM_MIB = 64  # a disk that is full half way would leave neither version
 
 
 # --- looking -------------------------------------------------------------------------------
@@ -139,6 +141,10 @@ def stage(order: Json) -> Json:
     weights = env.get("FLEET_WEIGHTS", "")
     if not os.path.isfile(os.path.join(weights, "config.json")):
         raise Refused("no verified weights in %s" % weights)
+    for path in (STATE, ETC, UNITS):
+        free_mib = shutil.disk_usage(path).free >> 20
+        if free_mib < ROOM_MIB:
+            raise Refused("%s has %d MiB free; make room" % (path, free_mib))
     record = ledger.read_record(name)
     if record["step"] is not None:
         # A change that was cut off goes to what is wanted now.

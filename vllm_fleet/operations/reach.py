@@ -20,6 +20,10 @@ from vllm_fleet.rollout.hosts import REFUSED, RESULT, SCRIPTS, Failed, Json, res
 TICK_SECONDS = 20.0
 # What an operator waits for; of everything else only what it found is told.
 LONG = ("switch", "watch", "drain", "probe", "rehearse")
+# Seconds beyond what the order itself allows, after which a host that says nothing is lost: a
+# network that went away without a word would be waited for without end.
+PATIENCE = {"switch": 7200, "probe": 3600, "rehearse": 600}
+PATIENCE_ELSE = 120
 
 
 class Reached:
@@ -48,11 +52,12 @@ class Reached:
         who = str(order.get("instance") or " ".join(order.get("instances") or ()))
         label = tuple(word for word in (script, action, who) if word)
         command = bundled(label, dict(order), *SCRIPTS[script])
+        patience = int(order.get("seconds") or 0) + PATIENCE.get(action, PATIENCE_ELSE)
         over = threading.Event()
         if action in LONG:
             threading.Thread(target=self._tick, args=(over, label, host), daemon=True).start()
         try:
-            lines = self._lines(target, command)
+            lines = self._lines(target, command, patience)
         finally:
             over.set()
         for line in lines:
@@ -71,7 +76,7 @@ class Reached:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return str(path)
 
-    def _lines(self, target: Host, command: StringCommand) -> list[str]:
+    def _lines(self, target: Host, command: StringCommand, patience: int) -> list[str]:
         problem = "no connection"
         for _ in range(2):
             try:
@@ -81,6 +86,7 @@ class Reached:
                     arguments, _ = pop_global_arguments(self._state, target, {})
                     kept = {k: v for k, v in arguments.items() if k in CONNECTOR_ARGUMENT_KEYS}
                     kept.update(command.connector_arguments)
+                    kept["_timeout"] = patience
                     _, output = target.run_shell_command(command, **kept)
                 return [str(line.line) for line in output]
             except Exception as error:  # connectors raise whatever their library does

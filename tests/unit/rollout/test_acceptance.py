@@ -295,15 +295,18 @@ def test_the_probe_goes_past_the_gate_with_token_and_key(
 ) -> None:
     monkeypatch.setattr(probe, "RUN", str(tmp_path))
     monkeypatch.setattr(probe, "ETC", str(tmp_path))
+    monkeypatch.setattr(probe, "STATE", str(tmp_path))
     (tmp_path / "a").mkdir()
+    (tmp_path / "a/warmup.json").write_text('{"max_model_len": 128}')
     (tmp_path / "a/token").write_text("t0ken\n")
     (tmp_path / "a.env").write_text('X="1"\nVLLM_API_KEY="k3y"\n')
     with StandIn({"/v1/chat/completions": chat()}) as server:
         order = {"instance": "a", "port": server.port, "model": "m", "task": "chat"}
-        order |= {"probes": 1, "answer_tokens": 8, "seconds": 9}
+        order |= {"probes": 1, "answer_tokens": 99, "seconds": 9}
         monkeypatch.setattr(sys, "stdin", __import__("io").StringIO(json.dumps(order)))
         assert probe.main() == 0
         headers = [h for _, _, h in server.asked]
+        assert {body["max_tokens"] for _, body, _ in server.asked} == {32, 16, 8}
     assert {h["x-fleet-token"] for h in headers} == {"t0ken"}
     assert {h["authorization"] for h in headers} == {"Bearer k3y"}
     assert threading.active_count() < 50

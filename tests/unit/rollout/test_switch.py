@@ -178,6 +178,16 @@ def test_what_is_missing_is_refused_before_anything_is_touched(host: Host) -> No
     assert host.unit["ActiveState"] == "active"
 
 
+def test_a_full_disk_is_found_before_anything_is_touched(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.deploy(host.version("0.31"))
+    monkeypatch.setattr(switch, "ROOM_MIB", 1 << 50)
+    with pytest.raises(ledger.Refused, match=r"has \d+ MiB free; make room"):
+        host.do("stage", pool="glm", next=host.version("0.32"))
+    assert record()["next"] is None
+
+
 def test_watching_ends_at_a_crash_and_at_a_new_start(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
