@@ -238,7 +238,7 @@ def _step(
         return Step(members, "downtime", f"the only one of its pool, and {reason}"), ""
     refusal = (
         f"{_label(members)}: the only instance of pool {one.pool}, and {reason}: add a second "
-        "instance, free a card group like its own, raise gateway.hold_seconds, or accept the "
+        "instance, raise gateway.hold_seconds, or accept the "
         "gap with rollout.allow_downtime"
     )
     return Step(members, "downtime", reason), refusal

@@ -334,6 +334,7 @@ def test_killed_on_the_way_back_the_next_run_brings_it_back() -> None:
             upgrade(hosts)
         assert releases(hosts) == ["0.31"] * 2, calls
         settled(hosts)
+        assert hosts.instances["g1/a"].starts.count("0.32") == 1, calls
         assert "0.32" not in hosts.instances["g2/a"].starts, calls
     assert points > 25
 
@@ -346,6 +347,57 @@ def test_a_lock_that_is_taken_away_begins_nothing_further() -> None:
         with pytest.raises(Locked):
             roll.run(rollout)
     assert releases(hosts) == ["0.31"] * 4
+
+
+def test_a_lock_that_is_lost_while_requests_end_stops_nothing() -> None:
+    hosts = fleet()
+    roll, rollout, lock = begin(hosts)
+
+    def before(host: str, action: str, name: str) -> None:
+        if action == "drain":
+            lock._lost = "the lock was taken away by run r2 of bob"
+
+    hosts.before = before
+    with lock:
+        assert not roll.run(rollout)
+    assert not hosts.did("switch")
+    settled(hosts)
+
+
+def test_what_was_cut_off_is_not_let_in_by_a_run_that_cannot_go_on() -> None:
+    hosts = fleet(gateways=("gw", "gw2"))
+
+    def killed(host: str, action: str, name: str) -> None:
+        if action == "watch":
+            raise Killed
+
+    def lost(host: str, action: str, name: str) -> None:
+        if action == "drain":
+            hosts.lost.add("gw2")
+
+    hosts.before = killed
+    with pytest.raises(Killed):
+        upgrade(hosts)
+    hosts.before = lost
+    assert not upgrade(hosts)
+    one = hosts.instances["g1/a"]
+    assert one.step is not None
+    assert "g1/a" in hosts.drained["gw"]  # nobody has accepted what it runs
+    hosts.before = lambda *_: None
+    hosts.lost.clear()
+    assert upgrade(hosts)
+    settled(hosts)
+    assert one.starts == ["0.32"]
+
+
+def test_what_is_down_and_does_not_come_up_is_not_tried_twice() -> None:
+    hosts = fleet(("g1", "a", "glm"), ("g2", "a", "glm"))
+    one = hosts.instances["g1/a"]
+    one.ready, one.runs, one.goods = False, None, [dict(vars(NEW))]
+    hosts.no_start.add("0.32")
+    assert not upgrade(hosts)
+    assert one.starts == ["0.32"]
+    assert "no version is remembered that served here before" in "\n".join(hosts.said)
 
 
 def test_waves_go_side_by_side_and_a_failure_in_one_stops_the_later_ones() -> None:
@@ -532,6 +584,42 @@ def test_an_upgrade_that_was_killed_can_be_taken_back_at_every_point() -> None:
         settled(hosts)
         assert all(bad["release"] == "0.32" for i in hosts.instances.values() for bad in i.refused)
     assert points > 60
+
+
+def test_a_change_that_took_several_runs_is_taken_back_whole() -> None:
+    hosts = fleet()
+
+    def before(host: str, action: str, name: str) -> None:
+        if (host, action) == ("g2", "begin"):
+            raise Killed
+
+    hosts.before = before
+    with pytest.raises(Killed):
+        upgrade(hosts)
+    hosts.before = lambda *_: None
+    assert upgrade(hosts)
+    runs = {one.goods[0]["run"] for one in hosts.instances.values()}
+    assert len(runs) == 2
+    for at, one in enumerate(hosts.instances.values()):
+        one.goods[0]["at"] = 100 + at
+    assert roll_back(hosts)
+    assert releases(hosts) == ["0.31"] * 4
+
+
+def test_other_settings_of_one_run_are_taken_back_those_of_an_older_one_are_not() -> None:
+    hosts = fleet(("g1", "a", "glm"), ("g2", "a", "glm"), ("g3", "a", "glm"))
+    flags = Version("0.31", "3" * 64)
+    for at, one in enumerate(hosts.instances.values()):
+        run = "r1" if one.host == "g1" else "r2"
+        old = {**vars(OLD), "at": 1, "run": "r0"}
+        one.goods = [{**vars(flags), "at": 10 + at, "run": run}, old]
+        one.runs = flags
+    assert roll_back(hosts)
+    assert [one.runs for one in hosts.instances.values()] == [flags, OLD, OLD]
+    assert [bad["by_release"] for one in hosts.instances.values() for bad in one.refused] == [
+        False,
+        False,
+    ]
 
 
 def test_a_rollback_that_does_not_start_is_said_and_stops() -> None:
