@@ -218,8 +218,13 @@ class _Move:
         """What became of it, and why."""
         try:
             self._begin()
-            self._out()
-            self._measure_old()
+            if self.how in ("held", "downtime"):
+                # Clients wait from the moment it is out: what can be done before is.
+                self._measure_old()
+                self._out()
+            else:
+                self._out()
+                self._measure_old()
         except (Failed, Worse) as error:
             return self._leave(str(error))
         if self.how == "back":

@@ -107,8 +107,8 @@ def standing(
     record = record_of(state, name)
     active = state.active(f"vllm@{name}.service")
     runs = None
-    if active and now.get("running"):
-        runs = Version(str(now.get("release") or "?"), str(now["running"]))
+    if active:
+        runs = Version(str(now.get("release") or "?"), str(now.get("running") or "?"))
     seconds = now.get("start_seconds")
     return Standing(
         host=host,

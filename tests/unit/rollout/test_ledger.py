@@ -286,6 +286,8 @@ def test_an_instance_as_the_policy_looks_at_it() -> None:
     there = state(units=units, instances={"a": now})
     one = standing(there, "gpu-1", "a", "glm", NEW, ())
     assert (one.runs, one.serving, one.start_seconds, one.refused) == (OLD, True, 63.5, "")
+    odd = standing(state(units=units), "gpu-1", "a", "glm", NEW, ())
+    assert odd.runs == Version("?", "?")  # it runs, whatever it is
     gone = standing(state(instances={"a": now}), "gpu-1", "a", "glm", NEW, ())
     assert (gone.runs, gone.serving) == (None, False)
 

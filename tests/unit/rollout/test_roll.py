@@ -110,6 +110,19 @@ def test_an_upgrade_in_order_through_every_gate() -> None:
     assert "4 instances changed" in told
 
 
+def test_the_only_one_of_a_pool_is_measured_before_its_clients_wait() -> None:
+    hosts = fleet(("g1", "q", "qwen"))
+    assert upgrade(hosts)
+    assert hosts.did("probe", "drain", "switch", "undrain") == [
+        "probe q",
+        "drain g1/q",
+        "switch q",
+        "probe q",
+        "undrain g1/q",
+    ]
+    settled(hosts)
+
+
 def test_everything_is_staged_and_rehearsed_before_anything_is_touched() -> None:
     hosts = fleet()
     upgrade(hosts)
