@@ -105,7 +105,7 @@ def _roll(state: State, mode: Mode) -> bool:
             reached.say(unlocked(reached, place, run))
         with Lock(reached, place, holder) as lock:
             return _below_lock(mode, reached, gateways, lock)
-    except (Failed, Locked) as error:
+    except (Failed, Locked, DeployError) as error:
         logger.error(f"{error}")
         return False
 

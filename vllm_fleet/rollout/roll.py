@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_fleet.rollout import acceptance
 from vllm_fleet.rollout.audit import MEANING, Change, Result, run_mark
@@ -22,6 +21,9 @@ from vllm_fleet.rollout.hosts import JOURNAL, Failed, Hosts, Json
 from vllm_fleet.rollout.lock import Lock, Locked, recorded
 from vllm_fleet.rollout.policy import Rollout, Standing, Step, Version, Wave, allowed_out
 from vllm_fleet.spec.model import Rollout as Settings
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 JOURNAL_LINES = 400
 ROOM_SECONDS = 60.0  # for an instance that comes back just now
@@ -66,42 +68,35 @@ class Roll:
     explain: Callable[[str, list[str]], list[str]] = lambda where, lines: []
     back: bool = False  # rollback.py: nothing is compared, no canary is watched
     changes: list[Change] = field(default_factory=list)
-    _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def stage(self, rollout: Rollout) -> None:
         """Every version written down on its host, and its command line tried there.
 
         Nothing that serves is touched. Raises Failed with every reason.
         """
-        moving = [self.targets[one.id] for step in rollout.steps for one in step.members]
-
-        def prepare(target: Target) -> None:
-            host, name = target.standing.host, target.standing.name
-            if target.version is None:
-                return
-            pool = target.standing.pool
-            self._switch(host, name, "stage", pool=pool, next=target.version)
-            if target.command:
-                found = self.hosts.ask(host, "rehearse", {"instance": name, **target.command})
-                if not found.get("ok"):
-                    raise Failed(
-                        f"{target.id}: {target.to.release} refuses its options: {found['why']}"
-                    )
-
-        def one_by_one(targets: list[Target]) -> None:
-            # A rehearsal takes memory and time of a host that serves.
-            refused = [
-                error for target in targets for error in _together(prepare, [target]) if error
-            ]
-            if refused:
-                raise Failed("; ".join(map(str, refused)))
-
         by_host: dict[str, list[Target]] = {}
-        for target in moving:
-            by_host.setdefault(target.standing.host, []).append(target)
-        failures = [error for error in _together(one_by_one, [*by_host.values()]) if error]
-        if failures:
-            raise Failed("; ".join(map(str, failures)))
+        for step in rollout.steps:
+            for one in step.members:
+                by_host.setdefault(one.host, []).append(self.targets[one.id])
+        # One at a time on a host: a rehearsal takes memory and time of what serves there.
+        reasons = _each(lambda targets: [self._staged(one) for one in targets], [*by_host.values()])
+        if refused := [reason for found in reasons for reason in found if reason]:
+            raise Failed("; ".join(refused))
+
+    def _staged(self, target: Target) -> str:
+        """Why one version cannot be staged; empty where it is."""
+        host, name = target.standing.host, target.standing.name
+        if target.version is None:
+            return ""
+        try:
+            self._switch(host, name, "stage", pool=target.standing.pool, next=target.version)
+            if not target.command:
+                return ""
+            found = self.hosts.ask(host, "rehearse", {"instance": name, **target.command})
+        except Failed as error:
+            return f"{target.id}: {error}"
+        why = "" if found.get("ok") else found["why"]
+        return f"{target.id}: {target.to.release} refuses its options: {why}" if why else ""
 
     def run(self, rollout: Rollout) -> bool:
         """Every wave in turn; False where one failed, and later ones were not begun."""
@@ -124,17 +119,10 @@ class Roll:
             return False
         hold = 0 if self.back else wave.hold_seconds
 
-        def change(step: Step) -> None:
-            for one in self._span(step, hold):
-                with self._guard:
-                    self.changes.append(one)
-
-        before = len(self.changes)
-        crashes = [error for error in _together(change, wave.steps) if error is not None]
-        mine = self.changes[before:]
-        for crash in crashes:
-            self.hosts.say(f"FAILED: {crash}")
-        good = not crashes and all(one.result == "done" for one in mine)
+        results = _each(lambda step: self._span(step, hold), wave.steps)
+        mine = [change for changes in results for change in changes]
+        self.changes += mine
+        good = all(one.result == "done" for one in mine)
         return self._hook(self.settings.after_wave, wave, "done" if good else "failed") and good
 
     def _hook(self, program: str | None, wave: Wave, result: str) -> bool:
@@ -166,7 +154,10 @@ class Roll:
         for one in step.members:
             target = self.targets[one.id]
             began = time.monotonic()
-            result, why = _Move(self, target, step, hold).run()
+            try:
+                result, why = _Move(self, target, step, hold).run()
+            except Exception as error:  # ours, and no reason to keep the others untold
+                result, why = "stuck", f"{type(error).__name__}: {error}: run this again"
             change = Change(one, target.to, result, time.monotonic() - began, why)
             changes.append(change)
             self._record(change)
@@ -548,20 +539,12 @@ def _refused(version: Version, why: str, *, by_release: bool) -> Json:
     }
 
 
-def _together(do: Callable[[Any], None], items: Sequence[Any]) -> list[Exception | None]:
-    """Do it for all of them side by side; what each raised."""
-
-    def one(item: Any) -> Exception | None:
-        try:
-            do(item)
-        except Exception as error:  # each is told of, none hides the others
-            return error
-        return None
-
+def _each(do: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """What it gives for each of them, all side by side."""
     if len(items) <= 1:
-        return [one(item) for item in items]
+        return [do(item) for item in items]
     with ThreadPoolExecutor(max_workers=len(items)) as pool:
-        return list(pool.map(one, items))
+        return list(pool.map(do, items))
 
 
 def run_hook(program: str, environment: Mapping[str, str]) -> tuple[int, str]:

@@ -6,7 +6,6 @@ import grp
 import json
 import os
 import pwd
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,7 +151,3 @@ class Host:
 
 def texts_of(version: dict[str, Any]) -> dict[str, str]:
     return {file["path"]: file["content"] for file in version["files"]}
-
-
-def now() -> float:
-    return time.time()

@@ -413,6 +413,19 @@ def test_what_is_down_and_does_not_come_up_is_not_tried_twice() -> None:
     assert "no version is remembered that served here before" in "\n".join(hosts.said)
 
 
+def test_a_fault_of_our_own_is_told_and_the_others_are_not_begun() -> None:
+    hosts = fleet()
+    found = hosts.switch_switch
+    hosts.switch_switch = lambda host, order: {"odd": found(host, order)}  # type: ignore[method-assign]
+    assert not upgrade(hosts)
+    told = "\n".join(hosts.said)
+    assert "g1/a: serves neither: KeyError: 'ok': run this again" in told
+    assert "not begun, and as they were: g1/q, g2/a, g3/a" in told
+    hosts.switch_switch = found  # type: ignore[method-assign]
+    assert upgrade(hosts)
+    settled(hosts)
+
+
 def test_waves_go_side_by_side_and_a_failure_in_one_stops_the_later_ones() -> None:
     many = [(f"g{i}", "a", "glm") for i in range(1, 8)]
     hosts = fleet(*many)
