@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -256,3 +257,30 @@ def test_a_second_script_on_an_instance_waits_for_the_first(host: Host) -> None:
         let_go = time.time()
     out, _ = other.communicate(timeout=20)
     assert float(out.split()[1]) >= let_go
+
+
+def test_an_operator_who_is_gone_stops_no_script_half_way(tmp_path: Path) -> None:
+    """Its terminal hangs up and nobody reads what it says: it ends what it began."""
+    out = tmp_path / "out"
+    code = (
+        "import pathlib, sys, time\nfrom vllm_fleet.onhost import instances, ledger, switch\n"
+        f"ledger.ROOT = {str(tmp_path / 'rollout')!r}\n"
+        "def slow(order):\n"
+        "    for _ in range(20):\n"
+        "        switch.say('a: on its way')\n        instances.say('a: on its way')\n"
+        "        time.sleep(0.02)\n"
+        f"    pathlib.Path({str(out)!r}).write_text('done')\n    return {{}}\n"
+        "switch.ACTIONS['slow'] = slow\nsys.exit(switch.main())\n"
+    )
+    script = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert script.stdin is not None
+    assert script.stdout is not None
+    script.stdin.write('{"action": "slow", "instance": "a"}')
+    script.stdin.close()
+    assert script.stdout.readline() == "a: on its way\n"
+    script.stdout.close()
+    script.send_signal(signal.SIGHUP)
+    script.wait(30)
+    assert out.read_text() == "done"
