@@ -6,7 +6,6 @@ same. Nothing here raises for an odd host: what is wrong is a refused verdict or
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from vllm_fleet import engine, engine_data, weights
 from vllm_fleet.cards import Card, worst_link
 from vllm_fleet.engine_args import check_args
 from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look, manageable
+from vllm_fleet.jsontext import parsed
 from vllm_fleet.placement import Decided, Placed, decide
 from vllm_fleet.sizing import (
     Choice,
@@ -266,8 +266,8 @@ def config_of(
 def merged_config(text: str, quant: str | None, where: str) -> dict[str, Any]:
     """config.json with hf_quant_config.json in it. Raises SizingError where it is no JSON."""
     try:
-        config = json.loads(text)
-        inner = json.loads(quant) if quant else None
+        config = parsed(text)
+        inner = parsed(quant) if quant else None
     except ValueError as error:
         raise SizingError(f"{where}: config.json is not readable as JSON: {error}") from None
     if not isinstance(config, dict):

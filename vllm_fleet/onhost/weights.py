@@ -112,7 +112,7 @@ def read_stamp(path: Path) -> Optional[Dict[str, Any]]:
     """A stamp; None where there is none, or none that can be read."""
     try:
         stamp = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return stamp if isinstance(stamp, dict) and isinstance(stamp.get("files"), dict) else None
 
@@ -857,8 +857,8 @@ def safetensors_header(path: Path) -> Dict[str, Any]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             raise ValueError("its header is damaged") from None
     if 8 + length + end != size:
         raise ValueError(f"is {size} bytes, its header says {8 + length + end}: cut short or mixed")
@@ -940,7 +940,7 @@ def _is_lfs_pointer(path: Path) -> bool:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: is no JSON ({error})") from None
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_fleet.jsontext import parsed
 
 from .errors import SizingError
 
@@ -37,7 +38,7 @@ def read_header(file: Path) -> dict[str, Any]:
             raise SizingError(f"{file}: {what}; fetch the real file.")
         text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = parsed(text)
     except ValueError as error:
         raise SizingError(f"{file}: its header is not JSON: {error}; fetch it again.") from error
     if not isinstance(header, dict):
@@ -56,8 +57,8 @@ def stored_weights(directory: Path) -> StoredWeights | None:
     files = sorted(directory.glob("*.safetensors"))
     if index.is_file():
         try:
-            listing = json.loads(index.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            listing = parsed(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise SizingError(f"{index}: not readable as JSON: {error}; fetch it again.") from error
         named = listing.get("weight_map") if isinstance(listing, dict) else None
         if not isinstance(named, dict) or not named:

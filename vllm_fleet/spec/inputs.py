@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from vllm_fleet import weights
+from vllm_fleet.jsontext import parsed
 from vllm_fleet.placement import Placement, read_placement
 from vllm_fleet.spec.complaints import Complaint, SpecError
 from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model
@@ -62,7 +62,7 @@ def config_path(name: str, model: Model) -> str:
 def read_config(root: Path, path: str) -> dict[str, Any] | None:
     """A config.json beside group_vars; None where there is none. Raises SpecError for others."""
     try:
-        found = json.loads((root / path).read_text(encoding="utf-8"))
+        found = parsed((root / path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -73,6 +73,15 @@ def test_unknown_kind_of_layer(config: Config) -> None:
         size(data, gpu=H100)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -1.0])
+def test_shares_that_are_no_numbers(config: Config, bad: float) -> None:
+    yarn = {"rope_type": "yarn", "factor": bad, "original_max_position_embeddings": 4096}
+    with pytest.raises(SizingError, match=r"factor: .* is not a number above 0"):
+        size(config("glm-5.1-fp8", rope_parameters=yarn), gpu=H100)
+    with pytest.raises(SizingError, match=r"partial_rotary_factor: .* is not a number above 0"):
+        size(config("glm-4-9b-0414", partial_rotary_factor=bad), gpu=H100)
+
+
 def test_too_few_layer_types(config: Config) -> None:
     data = config("gpt-oss-20b")
     found = size(data, gpu=H100)
@@ -137,6 +146,10 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SizingError, match="not readable as JSON"):
         load_config(tmp_path)
+    for text in ("[" * 5000, '{"hidden_size": ' + "1" * 5000 + "}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SizingError, match="not readable as JSON"):
+            load_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(SizingError, match="a JSON object is wanted"):
         load_config(tmp_path)
