@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from .kvcache import (
     longest,
     pool,
 )
-from .models import SINCE, build
+from .models import build, check_version
 from .quant import Quantisation, quantisation
 from .rules import DEFAULT_VERSION, Rules, parse_version, rules
 from .weights import (
@@ -350,18 +350,14 @@ def size(
         raise SizingError(
             f"gpu_memory_utilization {utilization}: a share of the card above 0 up to 1."
         )
+    if found.known:
+        check_version(config, found.version, where)
     model = build(config, where)
-    since = SINCE.get(model.architecture)
-    if since and found.known and parse_version(found.version) < since:
-        raise SizingError(
-            f"{where}: architecture {model.architecture} is not known to vLLM {found.version}; "
-            f"the first version that serves it is {since[0]}.{since[1]}.0."
-        )
     quant = quantisation(config, quantization, where)
     parallel = Parallel(tp, pp, dcp, dp, expert_parallel)
     check_split(model, parallel)
     if pooling:
-        model = Model(**{**model.__dict__, "generates": False})
+        model = replace(model, generates=False)
     warnings += model.warnings
     wanted = DTYPES.get(dtype, dtype)
     used_dtype = model.dtype.removeprefix("torch.") if wanted == "auto" else wanted
@@ -425,7 +421,11 @@ def size(
     stored: StoredWeights | None = None
     if weights_dir is not None:
         stored = stored_weights(weights_dir)
-        if stored is not None:
+        if stored is None:
+            warnings.append(
+                f"no safetensors in {weights_dir}: the weights are sized from config.json alone"
+            )
+        else:
             warnings += stored.warnings
     minor = min(parse_version(found.version)[1], 33)
     card = Card(gpu.capability)
@@ -613,7 +613,7 @@ def _stored_share(
 
     The computed side is the checkpoint's: no rotary tables, no copies, one card.
     """
-    bare = Model(**{**model.__dict__, "every": (), "latent_heads": 0})
+    bare = replace(model, every=(), latent_heads=0, generates=stored.has_head)
     alone = rank_weights(
         bare, Parallel(), quant, dtype=dtype, card=card, minor=minor, draft=stored.has_draft
     )

@@ -23,6 +23,7 @@ class StoredWeights:
     tensors: int
     dtypes: dict[str, int]  # bytes by dtype
     has_draft: bool
+    has_head: bool
     warnings: tuple[str, ...] = ()
 
 
@@ -80,7 +81,7 @@ def stored_weights(directory: Path) -> StoredWeights | None:
         return None
     size = count = 0
     dtypes: dict[str, int] = {}
-    draft = False
+    draft = head = False
     for file in files:
         for name, entry in read_header(file).items():
             if name == "__metadata__":
@@ -89,12 +90,13 @@ def stored_weights(directory: Path) -> StoredWeights | None:
                 begin, end = entry["data_offsets"]
                 dtype = str(entry["dtype"])
                 length = int(end) - int(begin)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise SizingError(f"{file}: tensor {name}: {error!r} in its header.") from error
             size += length
             count += 1
             dtypes[dtype] = dtypes.get(dtype, 0) + length
             draft = draft or name.startswith("mtp.") or ".eh_proj." in name
+            head = head or "lm_head." in name or ".output_layer." in name
     if not size:
         raise SizingError(f"{directory}: its safetensors hold no data; fetch them again.")
-    return StoredWeights(size, count, dtypes, draft, tuple(warnings))
+    return StoredWeights(size, count, dtypes, draft, head, tuple(warnings))

@@ -274,7 +274,9 @@ def rank_weights(
         embedding = total((model.embedding,)) if first or tied_copy else 0.0
         if first:
             embedding += total(model.first)
-        head = total((model.head,)) if model.head is not None and last else 0.0
+        head = 0.0
+        if model.head is not None and model.generates and last:
+            head = total((model.head,))  # adapters.py: a model for pooling has none
         tower = 0.0
         if vision and model.vision is not None and first:
             split = parallel if model.vision.split else replace(parallel, tp=1)

@@ -24,8 +24,9 @@ H100 = find_gpu("H100")
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0 is not a whole number of 1"),
         ({"intermediate_size": True}, "intermediate_size: True is not a whole number"),
         ({"max_position_embeddings": None}, "key 'max_position_embeddings' .*is missing"),
-        ({"architectures": ["FancyForCausalLM"]}, "FancyForCausalLM cannot be sized"),
-        ({"architectures": ["Glm5NextForCausalLM"]}, "from vLLM 0.30.0 on"),
+        ({"architectures": ["FancyForCausalLM"]}, "nor does any version from 0.18.0 to"),
+        ({"architectures": ["KimiLinearForCausalLM"]}, "KDA layers are not sized yet"),
+        ({"architectures": ["Glm5NextForCausalLM"]}, "first version with it is 0.30.0"),
         ({"architectures": "Qwen3ForCausalLM"}, "a list of names is wanted"),
         ({"architectures": None, "model_type": None}, "this is no config.json"),
         ({"architectures": None, "model_type": "fancy"}, "model_type 'fancy' is not known"),
@@ -111,8 +112,21 @@ def test_settings(config: Config, settings: dict[str, Any], text: str) -> None:
 
 
 def test_architecture_newer_than_the_version(config: Config) -> None:
-    with pytest.raises(SizingError, match=r"first version that serves it is 0\.19\.0"):
+    with pytest.raises(SizingError, match=r"first version with it is 0\.19\.0"):
         size(config("gemma-4-26b-a4b"), gpu=H100, vllm_version="0.18.0")
+    text = config("qwen3-8b", architectures=["Qwen3_5ForCausalLM"])
+    with pytest.raises(SizingError, match=r"first version with it is 0\.27\.0"):
+        size(text, gpu=H100, vllm_version="0.26.0")
+    gone = config("meta-llama-3.1-8b", architectures=["AquilaForCausalLM"])
+    with pytest.raises(SizingError, match=r"0\.24\.0 was the last version with it"):
+        size(gone, gpu=H100, vllm_version="0.25.0")
+
+
+def test_architecture_made_of_another_for_pooling(config: Config) -> None:
+    plain = size(config("qwen3-8b"), gpu=H100, pooling=True)
+    for name in ("Qwen3ForSequenceClassification", "Qwen3Model", "Qwen3ForTokenClassification"):
+        found = size(config("qwen3-8b", architectures=[name]), gpu=H100)
+        assert found.activation_gib == plain.activation_gib
 
 
 def test_class_defaults_are_said(config: Config) -> None:
