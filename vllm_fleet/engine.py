@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from vllm_fleet import paths
 from vllm_fleet.planned import PlannedInstance
@@ -37,6 +37,8 @@ ONE_WAY = frozenset(
         "headless",
     }
 )
+# With one of these, ranks may be on other hosts than the instance's own.
+ELSEWHERE = frozenset({"nnodes", "data-parallel-size-local", "distributed-executor-backend"})
 REPEATED = frozenset({"middleware"})  # one value each, may be given several times
 GATE = "gate.Gate"  # in paths.LIB, which is on PYTHONPATH
 
@@ -87,6 +89,8 @@ def command(instance: PlannedInstance) -> list[list[str]]:
         lines.append(["--max-model-len", str(model.max_model_len)])
     if instance.cards and "tensor-parallel-size" not in given:
         lines.append(["--tensor-parallel-size", str(_tensor_parallel(instance, given))])
+    elif instance.cards and not ELSEWHERE & set(given):
+        _check_layout(instance, given)
     if model.task != "chat" and "runner" not in given:
         lines.append(["--runner", "pooling"])
     if model.trust_remote_code:
@@ -113,12 +117,30 @@ def has_tools(args: Mapping[str, object]) -> bool:
     return bool(given.get("enable-auto-tool-choice")) and "tool-call-parser" in given
 
 
+def _check_layout(instance: PlannedInstance, given: Mapping[str, object]) -> None:
+    """Refuses more ranks than the instance has cards: vLLM would wait or die at the start."""
+    names = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+    ranks = _product(given, names)
+    if ranks > len(instance.cards):
+        raise EngineError(
+            f"instance {instance.name} on {instance.host}: {' x '.join(names)} = {ranks} is more "
+            f"than its {len(instance.cards)} cards; change `cards` or these `vllm_args`"
+        )
+
+
+def _product(given: Mapping[str, object], names: Iterable[str]) -> int:
+    product = 1
+    for name in names:
+        value = given.get(name)
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value[:9])
+        product *= value if isinstance(value, int) and value > 0 else 1
+    return product
+
+
 def _tensor_parallel(instance: PlannedInstance, given: Mapping[str, object]) -> int:
     """Cards left for each replica and stage; all cards where nothing else divides them."""
-    share = 1
-    for name in ("pipeline-parallel-size", "data-parallel-size"):
-        value = given.get(name)
-        share *= value if isinstance(value, int) and value > 0 else 1
+    share = _product(given, ("pipeline-parallel-size", "data-parallel-size"))
     if len(instance.cards) % share:
         raise EngineError(
             f"instance {instance.name} on {instance.host}: {len(instance.cards)} cards cannot be "

@@ -437,8 +437,8 @@ def _speculative(item: Given) -> bool:
 
 
 def _limit_error(item: Given, value: str) -> ArgError | None:
-    number = _number(value)
-    if number is None:
+    amount = number(value)
+    if amount is None:
         return None
     checks: dict[str, tuple[Callable[[float, float], bool], str]] = {
         "gt": (lambda n, b: n > b, "more than"),
@@ -449,7 +449,7 @@ def _limit_error(item: Given, value: str) -> ArgError | None:
     limits = item.option.limits or ((("ge", 1),) if item.option.dest in COUNTS else ())
     for name, bound in limits:
         holds, words = checks[name]
-        if not holds(number, bound):
+        if not holds(amount, bound):
             allowed = " and ".join(f"{checks[n][1]} {b:g}" for n, b in limits)
             instead = f"{item.spelling} NUMBER, {allowed}"
             if item.option.dest == "gpu_memory_utilization":
@@ -576,7 +576,8 @@ def _first(holds: Callable[[EngineData], bool]) -> str | None:
     return next((v for v in engine_data.versions() if holds(engine_data.load(v))), None)
 
 
-def _number(value: str) -> float | None:
+def number(value: str) -> float | None:
+    """A number as vLLM reads it, 32k and 32K too; None for anything else."""
     match = HUMAN.match(value)
     if match and match[2]:
         powers = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -592,7 +593,7 @@ def _expanded(value: str) -> str:
     """Numbers such as 80m in JSON, outside its texts, as vLLM expands them."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', value)
     parts[::2] = [
-        re.sub(r"\b\d+(?:\.\d+)?[kKmMgGtT]\b", lambda m: str(int(_number(m[0]) or 0)), p)
+        re.sub(r"\b\d+(?:\.\d+)?[kKmMgGtT]\b", lambda m: str(int(number(m[0]) or 0)), p)
         for p in parts[::2]
     ]
     return "".join(parts)
