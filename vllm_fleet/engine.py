@@ -89,8 +89,8 @@ def command(instance: PlannedInstance) -> list[list[str]]:
         lines.append(["--max-model-len", str(model.max_model_len)])
     if instance.cards and "tensor-parallel-size" not in given:
         lines.append(["--tensor-parallel-size", str(_tensor_parallel(instance, given))])
-    elif instance.cards and not ELSEWHERE & set(given):
-        _check_layout(instance, given)
+    elif instance.cards and (problem := too_many_ranks(given, len(instance.cards))):
+        raise EngineError(f"instance {instance.name} on {instance.host}: {problem}")
     if model.task != "chat" and "runner" not in given:
         lines.append(["--runner", "pooling"])
     if model.trust_remote_code:
@@ -117,15 +117,14 @@ def has_tools(args: Mapping[str, object]) -> bool:
     return bool(given.get("enable-auto-tool-choice")) and "tool-call-parser" in given
 
 
-def _check_layout(instance: PlannedInstance, given: Mapping[str, object]) -> None:
-    """Refuses more ranks than the instance has cards: vLLM would wait or die at the start."""
+def too_many_ranks(given: Mapping[str, object], cards: int) -> str | None:
+    """Why options by long name ask for more ranks than there are cards; None where they do not."""
     names = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
     ranks = _product(given, names)
-    if ranks > len(instance.cards):
-        raise EngineError(
-            f"instance {instance.name} on {instance.host}: {' x '.join(names)} = {ranks} is more "
-            f"than its {len(instance.cards)} cards; change `cards` or these `vllm_args`"
-        )
+    if ranks <= cards or ELSEWHERE & set(given):
+        return None
+    shown = " x ".join(name for name in names if name in given)
+    return f"{shown} = {ranks} is more than its {cards} cards; change `cards` or these `vllm_args`"
 
 
 def _product(given: Mapping[str, object], names: Iterable[str]) -> int:

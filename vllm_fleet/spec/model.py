@@ -23,7 +23,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # safe in unit names, file names, labels
 INSTANCE_NAME = r"^[a-z0-9][a-z0-9._-]*$"
 VERSION = r"^\d+\.\d+(\.\d+)?(\.?(post|rc|dev)\d+)?$"
 COMMIT = re.compile(r"^[0-9a-f]{40}$")
-CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d*)\s*x\s*(?P<kind>\S.*)$")
+CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d{0,3})\s*x\s*(?P<kind>\S.*)$")
 
 
 @dataclass(frozen=True)
