@@ -35,6 +35,11 @@ local function use(value)
     for _, alias in ipairs(pool.aliases) do
       by_name[alias] = pool
     end
+    pool.adapters = {}
+    for _, adapter in ipairs(pool.loras) do
+      by_name[adapter] = pool
+      pool.adapters[adapter] = true
+    end
     for _, instance in ipairs(pool.instances) do
       instance.id = instance.host .. "/" .. instance.name
     end
@@ -75,10 +80,15 @@ function M.pools()
   return pools
 end
 
--- The pool that serves this name or alias, or nil.
+-- The pool that serves this name, alias or LoRA adapter, or nil.
 function M.pool(name)
   refresh()
   return by_name[name]
+end
+
+-- Whether the name is that of a LoRA adapter of the pool.
+function M.is_adapter(pool, name)
+  return name ~= nil and pool.adapters[name] == true
 end
 
 -- {sha256 in hex = name of the key}, or nil where no key is asked for.
