@@ -32,8 +32,9 @@ local FAILURES, FIRST_OUT, LONGEST_OUT = 5, 1, 60
 -- byte may be far away.
 local PROBE = 10
 
--- No instance gets a request by affinity that would bring it over this many times the mean.
-local BOUND = 1.3
+-- No instance gets a request by affinity that would bring it over this many times the mean. Two are
+-- always allowed: the next request of a conversation comes before its last one is booked off.
+local BOUND, ALWAYS = 1.3, 2
 
 -- Ready
 
@@ -300,7 +301,7 @@ local function choose(class, request)
     end
   end
   local session = found > 1 and request.affinity
-  local bound = session and max(1, floor(BOUND * (total + 1) / found))
+  local bound = session and max(ALWAYS, floor(BOUND * (total + 1) / found))
   local best, best_count, best_rank, best_bound
   for i = 1, found do
     local instance, count = usable[i], counts[i]

@@ -252,6 +252,7 @@ local function walk(body, p, open, measure)
   local depth, at, size = 0, open, #body
   local total, media, longest, began, objects = 0, 0, 0, 0, false
   local key, key_end, user, first_end
+  local overhead = measure == text_tokens and A_MESSAGE or 0
   while at <= size do
     local c = p[at]
     if c == 34 then
@@ -267,16 +268,17 @@ local function walk(body, p, open, measure)
         key, key_end = at, close
         at = after
       else
-        local length = close - at - 1
+        local length, counts = close - at - 1, true
         if key and length < 16 and key_end - key == 5 then
           local name = sub(body, key + 1, key_end - 1)
-          if name == "type" and MEDIA[sub(body, at + 1, close - 1)] then
-            media = media + 1
+          if name == "type" then
+            counts = false
+            media = media + (MEDIA[sub(body, at + 1, close - 1)] and 1 or 0)
           elseif name == "role" and depth == 2 and sub(body, at + 1, close - 1) == "user" then
             user = true
           end
         end
-        if length > 0 and not is_binary(body, key, key_end, at + 1, close - 1) then
+        if counts and length > 0 and not is_binary(body, key, key_end, at + 1, close - 1) then
           total = total + measure(body, p, at + 1, close - 1)
         end
         if depth == 1 then
@@ -290,7 +292,7 @@ local function walk(body, p, open, measure)
       if c == 123 then
         objects = true
         if depth == 2 then
-          total = total + A_MESSAGE
+          total = total + overhead
         end
       end
       key = nil
