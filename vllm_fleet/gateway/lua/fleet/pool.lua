@@ -273,7 +273,7 @@ function M.class(pool, need)
 end
 
 -- A number that orders instances for a session: each session its own way, at random and always the
--- same. CRCs alone would order all sessions alike.
+-- same. Without the mixing, of three instances one would get half of all sessions.
 local function rank(session, instance)
   local x = bxor(session, instance.hash)
   for _ = 1, 2 do

@@ -4,6 +4,9 @@
 -- last one, but none that has long been passed, and the smallest number goes first. So owners take
 -- turns, however many requests each of them sends, and one alone may use everything.
 --
+-- Each class of context lengths has a queue of its own. Who may use larger instances too leaves
+-- them to those who need them, see pool.take().
+--
 -- Requests wait in the worker that has them, each on a semaphore of its own. Only the first of each
 -- worker looks for a place now and then; it also wakes those behind it. Workers agree on who is
 -- first through shared memory:
@@ -27,7 +30,7 @@ local FORGET = 600  -- seconds after which an owner's last tag is forgotten
 local CLAIM = 0.1  -- seconds that a word of the first one holds: longer than its steps
 local BURST = 2  -- how far a worker goes beyond the tag that others know of
 
-local queues = {}  -- pool -> list of queues, those of longer contexts first
+local queues = {}  -- pool -> list of queues, one for each class and adapter
 
 local function queue_of(pool, request)
   local name = pools.queue_name(pool, request.class) .. ":" .. (request.lora or "")
@@ -40,7 +43,6 @@ local function queue_of(pool, request)
   end
   local queue = {name = name, class = request.class, pool = pool.name}
   list[#list + 1] = queue
-  table.sort(list, function(a, b) return a.class > b.class end)
   return queue
 end
 
