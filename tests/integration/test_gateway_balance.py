@@ -328,6 +328,21 @@ def test_the_queue_is_bounded_in_time(engines: list[Engine]) -> None:
         first.close()
 
 
+def test_a_reload_leaves_the_queue_alone(engines: list[Engine]) -> None:
+    """Those who wait in old workers are served, with those of new workers."""
+    a = engines[0]
+    a.first_byte = 0.3
+    with running([pool("m", [a.port])], instance_requests=1) as nginx:
+        with ThreadPoolExecutor(12) as executor:
+            old = [executor.submit(nginx.chat, "m") for _ in range(6)]
+            wait_for(lambda: nginx.status()["pools"][0]["queued"] >= 4)
+            nginx.reload()
+            new = [executor.submit(nginx.chat, "m") for _ in range(4)]
+            assert [each.result()[0] for each in [*old, *new]] == [200] * 10
+        assert most_at_once(a) == 1
+        wait_for(lambda: not nginx.instances()["gpu-01/m-1"]["in_flight"])
+
+
 def test_owners_take_turns(engines: list[Engine]) -> None:
     """One owner has thirty requests in the queue; three of another do not wait for them."""
     a = engines[0]

@@ -223,8 +223,6 @@ def _pools(spec: HostSpec, pools: Sequence[Pool], addresses: Mapping[str, str]) 
 def _max_model_len(instance: PlannedInstance) -> int | None:
     """The longest request that an instance takes, where it is known."""
     for value in (instance.args.get("max-model-len"), instance.model.max_model_len):
-        if isinstance(value, int):
-            return value
         # As vLLM reads it: 32k is 32,000, 32K is 32,768; -1 and auto mean what fits.
         if match := _LENGTH.match(str(value)):
             return int(float(match[1]) * _UNITS[match[2]])

@@ -25,7 +25,7 @@ local FIRST_SLEEP, LONGEST_SLEEP = 0.02, 0.5
 local RETRY_AFTER = 5
 
 -- The estimate of a prompt's tokens is at most this far below the truth, nearly always.
-local SLACK = 1.25
+local SLACK = 1.3
 -- Tokens of an image or a sound, whose size is not looked at.
 local MEDIUM = 1000
 -- Prompts of fewer tokens are computed anew in less time than a wait for the right instance takes.
