@@ -77,12 +77,16 @@ local function string_end(body, p, open)
     if not quote then
       return nil
     end
-    local first = quote  -- an odd number of backslashes before a quote escapes it
-    while p[first - 1] == 92 do
-      first = first - 1
-    end
-    if (quote - first) % 2 == 0 then
+    if p[quote - 1] ~= 92 then
       return quote
+    elseif p[quote - 2] == 92 then
+      local first = quote - 2  -- an odd number of backslashes before a quote escapes it
+      while p[first - 1] == 92 do
+        first = first - 1
+      end
+      if (quote - first) % 2 == 0 then
+        return quote
+      end
     end
     from = quote + 1
   end
@@ -237,13 +241,11 @@ local function least_tokens(_, p, from, to)
   return total
 end
 
--- Whether the string from..to under a key is base64, not text.
-local function is_binary(body, key, key_end, from, to)
-  if to - from < 256 or not key or not BINARY[sub(body, key + 1, key_end - 1)] then
-    return false
-  end
-  return sub(body, from, from + 4) == "data:"
-      or not find(sub(body, from, from + 255), "[^%w+/=_\\-]")
+-- Whether the long string that begins at `from`, under a key, is base64, not text.
+local function is_binary(body, key, key_end, from)
+  return key_end - key < 11 and BINARY[sub(body, key + 1, key_end - 1)]
+      and (sub(body, from, from + 4) == "data:"
+           or not find(sub(body, from, from + 255), "[^%w+/=_\\-]"))
 end
 
 -- Walk the nested value at `open`, adding up its strings by `measure`. Returns the position of its
@@ -256,7 +258,10 @@ local function walk(body, p, open, measure)
   while at <= size do
     local c = p[at]
     if c == 34 then
-      local close = string_end(body, p, at)
+      local close = find(body, '"', at + 1, true)
+      if close and p[close - 1] == 92 then
+        close = string_end(body, p, at)
+      end
       if not close then
         return nil
       end
@@ -268,17 +273,23 @@ local function walk(body, p, open, measure)
         key, key_end = at, close
         at = after
       else
-        local length, counts = close - at - 1, true
-        if key and length < 16 and key_end - key == 5 then
-          local name = sub(body, key + 1, key_end - 1)
-          if name == "type" then
-            counts = false
+        local length = close - at - 1
+        if key and key_end - key == 5 and length < 16 then
+          c = p[key + 1]
+          if c == 116 and sub(body, key + 1, key_end - 1) == "type" then
             media = media + (MEDIA[sub(body, at + 1, close - 1)] and 1 or 0)
-          elseif name == "role" and depth == 2 and sub(body, at + 1, close - 1) == "user" then
+            length = 0  -- no part of the prompt
+          elseif c == 114 and length == 4 and depth == 2 and p[at + 1] == 117
+              and sub(body, key + 1, key_end - 1) == "role"
+              and sub(body, at + 1, close - 1) == "user" then
             user = true
           end
         end
-        if counts and length > 0 and not is_binary(body, key, key_end, at + 1, close - 1) then
+        if length > 256 then
+          if not (key and is_binary(body, key, key_end, at + 1)) then
+            total = total + measure(body, p, at + 1, close - 1)
+          end
+        elseif length > 0 then
           total = total + measure(body, p, at + 1, close - 1)
         end
         if depth == 1 then
