@@ -30,6 +30,10 @@ end
 
 local function use(value)
   settings, pools, by_name = value.settings, value.pools, {}
+  settings.session_variables = {}  -- of nginx, for the headers
+  for i, name in ipairs(settings.session_headers) do
+    settings.session_variables[i] = "http_" .. name:lower():gsub("-", "_")
+  end
   for _, pool in ipairs(pools) do
     by_name[pool.name] = pool
     for _, alias in ipairs(pool.aliases) do

@@ -70,11 +70,11 @@ end
 -- The name of the pool that path or header ask for, and the path without it. Clients that cannot
 -- set `model` use /pools/NAME/v1/... as their base address, or the header X-Fleet-Pool.
 local function pool_asked()
-  local name, path = ngx.var.uri:match("^/pools/([^/]+)(/v1/.+)$")
-  if name then
-    return name, path
+  local uri = ngx.var.uri
+  if uri:byte(2) == 112 then  -- p, no v
+    return uri:match("^/pools/([^/]+)(/v1/.+)$")
   end
-  return ngx.var.http_x_fleet_pool, ngx.var.uri
+  return ngx.var.http_x_fleet_pool, uri
 end
 
 local function no_such_model(name)
@@ -124,8 +124,8 @@ local function affinity_of(found)
   if settings.affinity == "none" then
     return nil
   end
-  for _, name in ipairs(settings.session_headers) do
-    local value = ngx.var["http_" .. name:lower():gsub("-", "_")]
+  for _, variable in ipairs(settings.session_variables) do
+    local value = ngx.var[variable]
     if value and value ~= "" then
       return ngx.crc32_long(value)
     end
@@ -188,9 +188,7 @@ function M.admit()
   local pool = pool_of(asked, found)
   if asked then
     text, found = renamed(text, found, pool)
-    if path ~= ngx.var.uri then
-      ngx.req.set_uri(path)
-    end
+    ngx.req.set_uri(path)
   end
   ngx.var.fleet_pool = pool.name
   ngx.var.fleet_upstream = pool.upstream
@@ -428,8 +426,10 @@ function M.log()
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
     ngx.var.fleet_tried = table.concat(request.tries, ", ")
-    ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
-    ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms)
+    if request.held_ms + request.queued_ms > 0 then
+      ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
+      ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms)
+    end
     ngx.var.fleet_ttfb = last(ngx.var.upstream_header_time)
   end
   local pool = ngx.var.fleet_pool

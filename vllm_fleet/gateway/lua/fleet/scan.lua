@@ -49,7 +49,7 @@ weigh(0xF0, 0xF4, EMOJI)
 local A_MESSAGE = 4000
 
 -- Bytes of a text that affinity looks at, on each end.
-local FIRST = 2048
+local FIRST = 512
 
 -- How a top-level value counts: "chat" and "each", the strings in it, by element where "each" of
 -- them is a prompt of its own; "raw", every byte, as a template writes it out as JSON.
@@ -342,7 +342,7 @@ end
 local function text_value(body, p, how, at, last, measure)
   if last then
     local tokens = last - at > 1 and measure(body, p, at + 1, last - 1) or 0
-    return last, tokens, tokens, 0, min(last - 1, at + FIRST / 2)
+    return last, tokens, tokens, 0, min(last - 1, at + 2 * FIRST)
   elseif how == "raw" then
     last = nested_end(body, p, at)
     local tokens = last and plain_tokens(p, at, last)
