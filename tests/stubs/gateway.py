@@ -97,7 +97,7 @@ class Nginx:
         """Write the files below the directory, with their paths in them moved there too."""
         for file in files:
             text = file.content
-            for path in (gateway.LUA, gateway.ETC, gateway.ACCESS_LOG):
+            for path in (gateway.LUA, gateway.ETC, gateway.ACCESS_LOG, gateway.DRAINED):
                 text = text.replace(path, f"{self.root}{path}")
             path_here = self.root / file.path.lstrip("/")
             path_here.parent.mkdir(parents=True, exist_ok=True)

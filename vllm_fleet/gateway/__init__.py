@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
 from typing import TypedDict
 
 from vllm_fleet import paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.planned import Pool
+from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import HostSpec
 
@@ -26,8 +28,18 @@ ETC = "/etc/nginx/vllm-fleet"
 LUA = "/usr/share/vllm-fleet/lua"
 DROP_IN = "/etc/systemd/system/nginx.service.d/vllm-fleet.conf"
 LOGROTATE = "/etc/logrotate.d/vllm-fleet"
+# Marks of drained instances, one file each, "<host>:<instance>"; nginx's master makes it.
+DRAINED = "/var/lib/vllm-fleet/drained"
 ACCESS_LOG = "/var/log/nginx/vllm-fleet.access.json"
 STATUS_PORT = 9145
+
+# Requests at once of an instance, for each sequence that its engine computes at once: enough that
+# it never waits for us, few enough that the order is ours.
+AT_ONCE = 1.25
+UNKNOWN_SEQS = 1024  # the largest that vLLM takes by itself
+
+_LENGTH = re.compile(r"^(\d+(?:\.\d+)?)([kKmMgG]?)$")
+_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
 # What clients may ask, below /v1/; everything else is closed.
 API_PATHS = (
@@ -77,6 +89,7 @@ def files(
         mark=paths.MARK,
         lua_dir=LUA,
         etc_dir=ETC,
+        drained_dir=DRAINED,
         access_log=ACCESS_LOG,
         pools=[
             {
@@ -118,6 +131,12 @@ def files(
                 settings={
                     "hold_seconds": settings.hold_seconds,
                     "hold_requests": settings.hold_requests,
+                    "hold_mib": settings.hold_mib,
+                    "queue_requests": settings.queue_requests,
+                    "queue_seconds": settings.queue_seconds,
+                    "affinity": settings.affinity,
+                    "session_headers": list(settings.session_headers),
+                    "answer_tokens": settings.answer_tokens,
                 },
                 pools=data,
             ),
@@ -146,11 +165,15 @@ class _Instance(TypedDict):
     name: str
     address: str
     port: int
+    max_model_len: int | None
+    limit: int  # requests at once
+    loras: list[str]
 
 
 class _Pool(TypedDict):
     name: str
     aliases: list[str]
+    loras: list[str]
     max_model_len: int | None
     upstream: str
     instances: list[_Instance]
@@ -161,18 +184,24 @@ def _pools(spec: HostSpec, pools: Sequence[Pool], addresses: Mapping[str, str]) 
     served: dict[str, str] = {}
     result: list[_Pool] = []
     for pool in sorted(pools, key=lambda p: p.name):
-        for name in (pool.name, *pool.aliases):
+        loras = sorted({name for i in pool.instances for name in _loras(i)})
+        for name in (pool.name, *pool.aliases, *loras):
             if name in served:
+                where = "the LoRA modules" if name in loras else "the `aliases`"
                 raise ValueError(
                     f"{spec.name}: the name {name!r} is served by {served[name]!r} and by "
-                    f"{pool.name!r}; take it from the `aliases` of one"
+                    f"{pool.name!r}; take it from {where} of one"
                 )
             served[name] = pool.name
+        lengths = [_max_model_len(i) for i in pool.instances]
+        known = [length for length in lengths if length is not None]
         result.append(
             {
                 "name": pool.name,
                 "aliases": sorted(pool.aliases),
-                "max_model_len": _max_model_len(pool),
+                "loras": loras,
+                # The longest request that any instance takes, where that is known.
+                "max_model_len": max(known) if known and len(known) == len(lengths) else None,
                 "upstream": _upstream(pool.name),
                 "instances": [
                     {
@@ -180,20 +209,45 @@ def _pools(spec: HostSpec, pools: Sequence[Pool], addresses: Mapping[str, str]) 
                         "name": i.name,
                         "address": _address(i.host, addresses.get(i.host, i.address)),
                         "port": i.port,
+                        "max_model_len": length,
+                        "limit": spec.settings.gateway.instance_requests or _limit(i),
+                        "loras": sorted(_loras(i)),
                     }
-                    for i in pool.instances
+                    for i, length in zip(pool.instances, lengths, strict=True)
                 ],
             }
         )
     return result
 
 
-def _max_model_len(pool: Pool) -> int | None:
-    """The longest request that every instance takes, where it is known."""
-    known = [v for i in pool.instances if isinstance(v := i.args.get("max-model-len"), int)]
-    if pool.instances and len(known) == len(pool.instances):
-        return min(known)
-    return pool.model.max_model_len if isinstance(pool.model.max_model_len, int) else None
+def _max_model_len(instance: PlannedInstance) -> int | None:
+    """The longest request that an instance takes, where it is known."""
+    for value in (instance.args.get("max-model-len"), instance.model.max_model_len):
+        # As vLLM reads it: 32k is 32,000, 32K is 32,768; -1 and auto mean what fits.
+        if match := _LENGTH.match(str(value)):
+            return int(float(match[1]) * _UNITS[match[2]])
+    return None
+
+
+def _limit(instance: PlannedInstance) -> int:
+    """Requests at once: what the engine computes together, and some that are ready to go on."""
+    seqs, ranks = (instance.args.get(k) for k in ("max-num-seqs", "data-parallel-size"))
+    together = seqs if isinstance(seqs, int) else UNKNOWN_SEQS
+    return math.ceil(together * (ranks if isinstance(ranks, int) else 1) * AT_ONCE)
+
+
+def _loras(instance: PlannedInstance) -> set[str]:
+    """Names of LoRA adapters: `name=path`, or a mapping (also as JSON) with `name`."""
+    given = instance.args.get("lora-modules")
+    names = set()
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str) and one.lstrip().startswith("{"):
+            one = json.loads(one)
+        if isinstance(one, dict) and isinstance(one.get("name"), str):
+            names.add(one["name"])
+        elif isinstance(one, str) and "=" in one:
+            names.add(one.partition("=")[0])
+    return names
 
 
 def _upstream(name: str) -> str:

@@ -63,6 +63,11 @@ EnvName = Annotated[
     Field(pattern=r"^[A-Z_][A-Z0-9_]*$"),
     Wants('a variable name of capital letters, digits and "_"'),
 ]
+HeaderName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$"),
+    Wants('the name of a header, of letters, digits and "-"'),
+]
 
 
 class Settings(BaseModel):
@@ -247,6 +252,33 @@ class Gateway(Settings):
     )
     hold_requests: Annotated[int, Field(ge=0)] = Field(
         1000, description="How many requests may wait at once, over all pools."
+    )
+    hold_mib: Annotated[int, Field(ge=1)] = Field(
+        1024, description="How large the bodies of all requests that wait may be, in MiB."
+    )
+    instance_requests: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Requests at once that an instance gets; null: 1.25 times its `max-num-seqs`.",
+        examples=[64],
+    )
+    queue_requests: Annotated[int, Field(ge=0)] = Field(
+        500, description="How many requests of a pool may wait while all instances are full."
+    )
+    queue_seconds: Annotated[int, Field(ge=0)] = Field(
+        60, description="How long a request may wait while all instances are full; then 429."
+    )
+    affinity: Literal["none", "header", "prefix"] = Field(
+        "prefix",
+        description="What keeps a conversation at one instance, for its prefix cache: a header, "
+        "or also how the conversation begins.",
+    )
+    session_headers: tuple[HeaderName, ...] = Field(
+        ("X-Session-Id",), description="Headers that name a conversation; the first found counts."
+    )
+    answer_tokens: Annotated[int, Field(ge=0)] = Field(
+        2048,
+        description="Length in tokens planned for an answer that gives no `max_tokens`, where "
+        "instances of a pool differ in `max-model-len`.",
     )
     longest_answer: Seconds = Field(
         3600, description="Longest time an answer may take; also bounds reloads and drains."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tests.stubs.gateway import Nginx, available
-from tests.unit.gateway.fleet import pool, spec
+from tests.unit.gateway.fleet import pool, spec, varied
 from vllm_fleet import gateway, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import Pool
@@ -66,14 +67,65 @@ def test_longest_answer_bounds_reload_and_stop() -> None:
     assert "proxy_read_timeout 100s;" in files[gateway.CONF].content
 
 
-@pytest.mark.parametrize(
-    ("max_len", "args", "expected"),
-    [("auto", {}, None), ("auto", {"max-model-len": 4096}, 4096)],
-)
-def test_max_model_len(max_len: str, args: dict[str, int], expected: int | None) -> None:
-    files = by_path(gateway.files(spec(), [pool("m", [8001, 8002], **args)], {}, ()))
+def only_pool(pools: list[Pool], **settings: object) -> dict[str, Any]:
+    files = by_path(gateway.files(spec(**settings), pools, {}, ()))
     data = json.loads(files[f"{gateway.ETC}/pools.json"].content)
-    assert data["pools"][0]["max_model_len"] == expected
+    (only,) = data["pools"]
+    return cast(dict[str, Any], only)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "longest"),
+    [
+        ((4096, 4096), [4096, 4096], 4096),
+        ((4096, "32k"), [4096, 32000], 32000),
+        (("32K", "1.5K"), [32768, 1536], 32768),
+        ((4096, None), [4096, None], None),  # nothing may be refused for its length
+        (("auto", -1), [None, None], None),
+    ],
+)
+def test_max_model_len(
+    given: tuple[object, object], expected: list[int | None], longest: int | None
+) -> None:
+    each = [{"max-model-len": value} for value in given]
+    found = only_pool([varied(pool("m", [8001, 8002]), *each)])
+    assert [i["max_model_len"] for i in found["instances"]] == expected
+    assert found["max_model_len"] == longest
+
+
+@pytest.mark.parametrize(
+    ("args", "setting", "limit"),
+    [
+        ({"max-num-seqs": 64}, None, 80),
+        ({"max-num-seqs": 1}, None, 2),
+        ({"max-num-seqs": 16, "data-parallel-size": 4}, None, 80),
+        ({}, None, 1280),
+        ({"max-num-seqs": 64}, 10, 10),
+    ],
+)
+def test_limit_of_an_instance(args: dict[str, Any], setting: int | None, limit: int) -> None:
+    found = only_pool([pool("m", [8001], **args)], instance_requests=setting)
+    assert [i["limit"] for i in found["instances"]] == [limit]
+
+
+def test_adapters_of_all_forms() -> None:
+    given: list[object] = [
+        "sql=/a/sql",
+        ["law=/a/law=2", '{"name": "chat", "path": "/a", "base_model_name": "m"}'],
+        [{"name": "code", "path": "/a"}],
+        {"name": "one", "path": "/a"},
+        None,
+    ]
+    each = [{"lora-modules": value} for value in given]
+    found = only_pool([varied(pool("m", [8001, 8002, 8003, 8004, 8005]), *each)])
+    assert [i["loras"] for i in found["instances"]] == [
+        ["sql"],
+        ["chat", "law"],
+        ["code"],
+        ["one"],
+        [],
+    ]
+    assert found["loras"] == ["chat", "code", "law", "one", "sql"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +141,15 @@ def test_max_model_len(max_len: str, args: dict[str, int], expected: int | None)
                 spec(), [pool("a", [8001]), pool("b", [8002], aliases=("a",))], {}, ()
             ),
             "gw-01: the name 'a' is served by 'a' and by 'b'; take it from the `aliases` of one",
+        ),
+        (
+            lambda: gateway.files(
+                spec(),
+                [pool("a", [8001]), pool("b", [8002], **{"lora-modules": ["a=/x"]})],
+                {},
+                (),
+            ),
+            "gw-01: the name 'a' is served by 'a' and by 'b'; take it from the LoRA modules of one",
         ),
         (
             lambda: gateway.files(spec(), [], {}, [("x", "same"), ("y", "same")]),

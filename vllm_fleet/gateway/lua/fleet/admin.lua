@@ -21,8 +21,9 @@ end
 
 local function model(name, pool)
   return string.format(
-    '{"id":%s,"object":"model","created":0,"owned_by":"vllm-fleet","root":%s,"parent":null,'
+    '{"id":%s,"object":"model","created":0,"owned_by":"vllm-fleet","root":%s,"parent":%s,'
     .. '"max_model_len":%s}', quote(name), quote(pool.name),
+    config.is_adapter(pool, name) and quote(pool.name) or "null",
     type(pool.max_model_len) == "number" and string.format("%d", pool.max_model_len) or "null")
 end
 
@@ -34,6 +35,9 @@ function M.models()
     out[#out + 1] = model(pool.name, pool)
     for _, alias in ipairs(pool.aliases) do
       out[#out + 1] = model(alias, pool)
+    end
+    for _, adapter in ipairs(pool.loras) do
+      out[#out + 1] = model(adapter, pool)
     end
   end
   return answer.json(200, '{"object":"list","data":[' .. table.concat(out, ",") .. "]}")
@@ -60,13 +64,17 @@ function M.status()
   return answer.json(200, string.format(
     '{"held":%d,"hold_requests":%d,"hold_seconds":%d,"pools":%s}', gauge.get("held"),
     settings.hold_requests, settings.hold_seconds, array(config.pools(), function(pool)
-      return string.format('{"name":%s,"aliases":%s,"held":%d,"instances":%s}', quote(pool.name),
-        array(pool.aliases, quote), gauge.get("held:" .. pool.name),
+      return string.format(
+        '{"name":%s,"aliases":%s,"held":%d,"queued":%d,"instances":%s}',
+        quote(pool.name), array(pool.aliases, quote), gauge.get("held:" .. pool.name),
+        gauge.get("queued:" .. pool.name),
         array(pool.instances, function(instance)
           return string.format(
-            '{"host":%s,"name":%s,"address":%s,"port":%d,"ready":%s,"in_flight":%d}',
+            '{"host":%s,"name":%s,"address":%s,"port":%d,"ready":%s,"drained":%s,"in_flight":%d,'
+            .. '"limit":%d}',
             quote(instance.host), quote(instance.name), quote(instance.address), instance.port,
-            tostring(pools.is_ready(instance)), gauge.get("flight:" .. instance.id))
+            tostring(pools.is_ready(instance)), tostring(pools.is_drained(instance)),
+            pools.in_flight(instance), instance.limit)
         end))
     end)))
 end

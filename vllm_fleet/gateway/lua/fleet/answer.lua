@@ -43,18 +43,25 @@ function M.json(status, body)
   return ngx.exit(ngx.HTTP_OK)  -- ends the request in any phase; the status is sent already
 end
 
--- Ends the request. `param` names the field at fault, where it is one.
-function M.error(status, message, param)
+-- Ends the request. `param` names the field at fault, where it is one; `code` is a word that
+-- clients look for, else the status.
+function M.error(status, message, param, code)
   return M.json(status, string.format(
-    '{"error":{"message":%s,"type":"%s","param":%s,"code":%d}}',
+    '{"error":{"message":%s,"type":"%s","param":%s,"code":%s}}',
     M.quote(message), TYPES[status] or "InternalServerError", param and M.quote(param) or "null",
-    status))
+    code and M.quote(code) or status))
 end
 
 -- 503 for what may work a little later.
 function M.later(message, seconds)
   ngx.header["Retry-After"] = seconds
   return M.error(503, message)
+end
+
+-- 429 for what is too much now.
+function M.busy(message, seconds)
+  ngx.header["Retry-After"] = seconds
+  return M.error(429, message)
 end
 
 -- In the location of nginx's own errors.

@@ -30,10 +30,19 @@ end
 
 local function use(value)
   settings, pools, by_name = value.settings, value.pools, {}
+  settings.session_variables = {}  -- of nginx, for the headers
+  for i, name in ipairs(settings.session_headers) do
+    settings.session_variables[i] = "http_" .. name:lower():gsub("-", "_")
+  end
   for _, pool in ipairs(pools) do
     by_name[pool.name] = pool
     for _, alias in ipairs(pool.aliases) do
       by_name[alias] = pool
+    end
+    pool.adapters = {}
+    for _, adapter in ipairs(pool.loras) do
+      by_name[adapter] = pool
+      pool.adapters[adapter] = true
     end
     for _, instance in ipairs(pool.instances) do
       instance.id = instance.host .. "/" .. instance.name
@@ -75,10 +84,15 @@ function M.pools()
   return pools
 end
 
--- The pool that serves this name or alias, or nil.
+-- The pool that serves this name, alias or LoRA adapter, or nil.
 function M.pool(name)
   refresh()
   return by_name[name]
+end
+
+-- Whether the name is that of a LoRA adapter of the pool.
+function M.is_adapter(pool, name)
+  return name ~= nil and pool.adapters[name] == true
 end
 
 -- {sha256 in hex = name of the key}, or nil where no key is asked for.
