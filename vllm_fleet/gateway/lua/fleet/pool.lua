@@ -20,6 +20,20 @@ function M.set_ready(instance, ready, why)
   end
 end
 
+-- An instance that an operator drains gets no request, however ready it says it is.
+function M.is_draining(id)
+  return state:get("drain:" .. id) == true
+end
+
+-- Both may be said again and again.
+function M.drain(id)
+  state:set("drain:" .. id, true)
+end
+
+function M.undrain(id)
+  state:delete("drain:" .. id)
+end
+
 -- The ready instance with the fewest requests in flight that is not in `tried` (a set of ids);
 -- like ones in turn. nil where there is none.
 local turn = 0
@@ -28,7 +42,7 @@ function M.pick(pool, tried)
   turn = turn + 1
   for i = 1, #instances do
     local instance = instances[(turn + i) % #instances + 1]
-    if not tried[instance.id] and M.is_ready(instance) then
+    if not tried[instance.id] and M.is_ready(instance) and not M.is_draining(instance.id) then
       local count = gauge.get("flight:" .. instance.id)
       if not best or count < fewest then
         best, fewest = instance, count

@@ -12,6 +12,7 @@ local answer = require "fleet.answer"
 local config = require "fleet.config"
 local gauge = require "fleet.gauge"
 local keys = require "fleet.keys"
+local logged = require "fleet.logged"
 local metrics = require "fleet.metrics"
 local pools = require "fleet.pool"
 local scan = require "fleet.scan"
@@ -137,6 +138,7 @@ local function after_try(request)
   local status = last(ngx.var.upstream_status) or tostring(ngx.status)
   local sent = last(ngx.var.upstream_bytes_sent)
   leave(request, status)
+  request.last = instance
   local reason
   if sent == "0" or sent == nil or sent == "-" then
     reason = "connect"
@@ -146,7 +148,7 @@ local function after_try(request)
     pools.set_ready(instance, false, "its gate refused a request")
   end
   if reason then
-    request.tried[instance.id] = true
+    request.tried[instance.id], request.last = true, nil
     metrics.count("vllm_fleet_gateway_retries_total",
                   string.format('pool="%s",reason="%s"', request.pool, reason))
     return
@@ -234,7 +236,7 @@ function M.choose()
     return refuse(request.pool, "empty", "`" .. request.pool .. "` has no instance.")
   end
   local instance = pools.pick(pool, request.tried) or hold(request)
-  request.instance = instance
+  request.instance, request.given = instance, ngx.now()
   gauge.add("flight:" .. instance.id, 1)
 end
 
@@ -250,21 +252,18 @@ end
 
 -- Log phase of every request: give back what it held, count it, and fill the access log's fields.
 function M.log()
-  local request = live[ngx.var.request_id]
+  local request, instance = live[ngx.var.request_id], nil
   if request then
     live[ngx.var.request_id] = nil
     unhold(request)
+    instance = request.instance or request.last
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
     ngx.var.fleet_tried = table.concat(request.tries, ", ")
     ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
-    ngx.var.fleet_ttfb = last(ngx.var.upstream_header_time)
+    request.header_seconds = tonumber(last(ngx.var.upstream_header_time))
   end
-  local pool = ngx.var.fleet_pool
-  if pool ~= "" then
-    metrics.count("vllm_fleet_gateway_requests_total",
-                  string.format('pool="%s",code="%d"', pool, ngx.status))
-  end
+  logged.request(request, instance)
 end
 
 return M
