@@ -212,7 +212,8 @@ def test_what_is_deployed_no_more_has_no_series(engines: list[Engine]) -> None:
             nginx.chat("two")
         nginx.chat("none")
         wait_for(lambda: total(nginx, "requests_total") == 6)
-        assert total(nginx, "requests_total", 'instance="two-2"') == 2
+        kept = total(nginx, "requests_total", 'instance="two-1"')
+        assert 0 < kept < 4
         nginx.put(
             gateway.files(
                 spec(listen=nginx.port),
@@ -223,31 +224,31 @@ def test_what_is_deployed_no_more_has_no_series(engines: list[Engine]) -> None:
             )
         )
         nginx.reload()
-        assert total(nginx, "requests_total") == 3
+        assert total(nginx, "requests_total") == kept + 1
         assert not [has for _, has in samples(nginx) if 'pool="one"' in has]
         assert not [has for _, has in samples(nginx) if 'instance="two-2"' in has]
-        assert total(nginx, "requests_total", 'instance="two-1"') == 2
+        assert total(nginx, "requests_total", 'instance="two-1"') == kept
         assert total(nginx, "requests_total", 'code="404"') == 1
-        assert total(nginx, "duration_seconds_count", 'instance="two-1"') == 2
+        assert total(nginx, "duration_seconds_count", 'instance="two-1"') == kept
 
 
 def test_names_cannot_break_a_label(engines: list[Engine]) -> None:
     """Host names come from an inventory, where anything may stand."""
     odd = pool("m", [engines[0].port])
-    host = 'gpu"01\\\n'
+    host = 'gpu"<01>\\'
     instance = odd.instances[0].__class__(**{**odd.instances[0].__dict__, "host": host})
     odd = odd.__class__(odd.name, odd.aliases, odd.model, (instance,))
     with running([odd], ready=False) as nginx:
         wait_for(lambda: nginx.status()["ready"] == 1)
         nginx.chat("m")
         wait_for(lambda: total(nginx, "requests_total") == 1)
-        assert 'host="gpu\\"01\\\\\\n",instance="m-1",code="200"} 1' in nginx.metrics()
+        assert 'host="gpu\\"<01>\\\\",instance="m-1",code="200"} 1' in nginx.metrics()
         lint(nginx.metrics())
         nginx.reload()
         assert total(nginx, "requests_total") == 1
         page = ask(nginx, "GET", "/status", {"Accept": "text/html"})[2].decode()
-        assert "gpu&quot;01\\" in page
-        assert 'gpu"01' not in page
+        assert "gpu&quot;&lt;01&gt;\\" in page
+        assert "<01>" not in page
 
 
 def test_healthz_is_not_counted(pair: Nginx) -> None:
@@ -301,10 +302,10 @@ def test_every_line_of_the_access_log_is_json(pair: Nginx) -> None:
         assert line["status"] >= 400
         assert isinstance(line["held_ms"], int)
         assert line["first_byte_seconds"] is None
-    assert lines[0]["path"] == "/v1/\ufffd\ufffd\ufffd("
-    assert lines[4]["path"] == "/模"
-    assert lines[4]["agent"] == "模型"
-    assert lines[3]["agent"].endswith('\ufffd"\\')
+    said = {(line["path"], line["agent"]) for line in lines}  # workers log in any order
+    assert ("/v1/\ufffd\ufffd\ufffd(", "") in said
+    assert ("/模", "模型") in said
+    assert ("/v1/models", '\ufffd\ufffd\ufffd\ufffd"\\') in said
     wait_for(lambda: total(pair, "requests_total", 'pool="-"') == len(GARBAGE))
 
 
