@@ -265,7 +265,7 @@ GARBAGE = (
     b"GET /v1/%ff%fe%c3%28 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     b"GET /\xff\xfe\xc0\xaf/x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     b"GET /%00%01%22%5c HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-    b"GET /v1/models HTTP/1.1\r\nHost: x\r\nUser-Agent: \xed\xa0\x80\xf5\"\\\r\n"
+    b'GET /v1/models HTTP/1.1\r\nHost: x\r\nUser-Agent: \xed\xa0\x80\xf5"\\\r\n'
     b"Connection: close\r\n\r\n",
     "GET /%E6%A8%A1 HTTP/1.1\r\nHost: x\r\nUser-Agent: 模型\r\nConnection: close\r\n\r\n".encode(),
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\xff\xff\r\n\r\n",
@@ -273,7 +273,7 @@ GARBAGE = (
     b"get / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET / HTTP/1.1\r\n\r\n",
     b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: \xff\"\r\nContent-Length: 4\r\n"
+    b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: \xff"\r\nContent-Length: 4\r\n'
     b"Connection: close\r\n\r\n\xff\xfe\xfd\xfc",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n"
@@ -404,7 +404,7 @@ def drained(nginx: Nginx, verb: str, instance: str, **more: Any) -> tuple[int, A
 
 
 def test_drain_and_undrain(pair: Nginx, engines: list[Engine]) -> None:
-    a, b = engines
+    a = engines[0]
     a.chunk_gap, a.chunks = 0.05, 40
     with ExitStack() as stack:
         connection = pair.connect()

@@ -71,7 +71,9 @@ def files(
             "choose another"
         )
     data = _pools(spec, pools, addresses)
-    watching = [_network(m, f"{spec.name}: {m!r} may read the gateway's /metrics") for m in monitors]
+    watching = [
+        _network(m, f"{spec.name}: {m!r} may read the gateway's /metrics") for m in monitors
+    ]
     admins = [
         _network(network, f"{spec.name}: gateway.admin_networks: {network!r} may drain instances")
         for network in sorted(set(settings.admin_networks))

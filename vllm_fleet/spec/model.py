@@ -66,8 +66,6 @@ EnvName = Annotated[
 ]
 
 
-
-
 _SHARED = 'an IP address with the length of its network, such as "10.0.0.100/24"'
 _NETWORK = 'an IP address or a network such as "10.0.9.0/24"'
 
