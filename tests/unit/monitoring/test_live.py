@@ -51,6 +51,13 @@ def page(version: str, count: int) -> str:
         f"vllm_fleet_gateway_instance_ready{{{OF}}} 1",
         f"vllm_fleet_gateway_in_flight{{{OF}}} 2",
         'vllm_fleet_gateway_held{pool="glm-4.5-air"} 0',
+        'vllm_fleet_gateway_queued{pool="glm-4.5-air"} 0',
+        f'vllm_fleet_gateway_tokens_total{{pool="glm-4.5-air",key="app",kind="prompt"}} {count}',
+        *(
+            f'vllm_fleet_gateway_{name}_seconds_bucket{{{OF},le="{le}"}} {count}'
+            for name in ("first_byte", "duration")
+            for le in ("0.5", "1", "+Inf")
+        ),
         f'vllm_fleet_gateway_retries_total{{pool="glm-4.5-air"}} {count}',
         'vllm_fleet_gateway_refused_total{pool="glm-4.5-air"} 0',
         f'vllm_fleet_gateway_requests_total{{pool="glm-4.5-air",code="200"}} {count}',
