@@ -42,7 +42,7 @@ thead th{border-top:0;color:var(--soft);font-weight:500;font-size:.85rem;white-s
 vertical-align:bottom;overflow-wrap:normal}
 tbody th{font-weight:600}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.bad.n,td.bad{color:var(--bad);font-weight:600}
+.n.bad{color:var(--bad);font-weight:600}
 small{display:block;color:var(--soft);font-weight:400}
 .state{display:inline-block;border-radius:1rem;padding:.05rem .55rem;font-size:.85rem;
 white-space:nowrap}
@@ -55,14 +55,36 @@ summary{padding:.55rem .75rem;cursor:pointer;font-weight:600;overflow-wrap:anywh
 summary span{color:var(--soft);font-weight:400}
 #find{font:inherit;width:100%;max-width:22rem;padding:.4rem .6rem;margin-bottom:.2rem;
 border:1px solid var(--line);border-radius:.4rem;background:var(--card);color:inherit}
+h1 small{display:inline;font-size:.9rem;margin-left:.35rem}
 .hidden{display:none}
-.narrow{display:none}
+.instances{table-layout:fixed}
+.instances th:nth-child(1){width:7rem}
+.instances th:nth-child(n+3):nth-child(-n+5){width:5.5rem}
+.instances th:nth-child(6){width:6.5rem}
+.instances th:nth-child(n+7){width:14rem}
+.n+.text{padding-left:2rem}
 footer{margin-top:1.5rem;color:var(--soft);font-size:.85rem}
-@media (max-width:46rem){body{padding:.75rem}.wide{display:none}.narrow{display:block}
-th,td{padding:.4rem .3rem}th:first-child,td:first-child{padding-left:.6rem}
-th:last-child,td:last-child{padding-right:.6rem}
-.tiles{grid-template-columns:repeat(3,1fr);gap:.4rem}.tiles div{padding:.4rem .5rem}
-.tiles dt{font-size:.78rem}.tiles dd{font-size:1.15rem}#live{margin-left:0;width:100%}}
+@media (max-width:46rem){
+body{padding:.75rem}
+#live{margin-left:0;width:100%}
+.tiles{grid-template-columns:repeat(12,1fr);gap:.4rem}
+.tiles div{padding:.4rem .5rem;grid-column:span 3}
+.tiles div:nth-child(n+5){grid-column:span 4}
+.tiles dt{font-size:.78rem}
+.tiles dd{font-size:1.1rem;white-space:nowrap}
+thead,.wide{display:none}
+tr{display:flex;flex-wrap:wrap;gap:.1rem .9rem;padding:.45rem .75rem;
+border-top:1px solid var(--line)}
+.sheet tr:first-child{border-top:0}
+th,td{padding:0;border:0}
+tbody th{width:100%}
+.instances tr{position:relative}
+.instances tbody th{order:-1;padding-right:6rem}
+.instances td:first-child{position:absolute;right:.75rem;top:.45rem}
+.n{text-align:left}
+.n::after{content:" " attr(data-of);color:var(--soft);font-weight:400}
+.n.none{display:none}
+.text{color:var(--soft)}}
 ]]
 
 local SCRIPT = [[
@@ -133,6 +155,8 @@ local OPEN = 24
 local function rate(value)
   if not value then
     return "–"
+  elseif value == 0 then
+    return "0"
   elseif value > 0 and value < 0.05 then
     return "&lt;0.1"
   end
@@ -144,8 +168,14 @@ local function tile(name, value, class)
                        class and ' class="' .. class .. '"' or "", name, value)
 end
 
-local function failing(value)
-  return value and value > 0 and "bad n" or "n"
+-- A cell with a number; `of` is said after it where there is no room for the table's head.
+local function cell(value, of, class)
+  return string.format('<td class="n%s" data-of="%s">%s</td>', class and " " .. class or "", of,
+                       value)
+end
+
+local function failures(value)
+  return cell(rate(value), "fail/s", value and value > 0 and "bad" or nil)
 end
 
 local function tiles(all)
@@ -163,26 +193,31 @@ end
 local function pool_row(pool, number)
   local aliases = #pool.aliases > 0 and "<small>also " .. escape(table.concat(pool.aliases, ", "))
                   .. "</small>" or ""
-  return string.format(
-    '<tr><th scope="row"><a href="#pool-%d">%s</a>%s</th><td class="%s">%d of %d</td>'
-    .. '<td class="n">%d</td><td class="n">%d</td><td class="n">%d</td><td class="n">%s</td>'
-    .. '<td class="n wide">%s</td><td class="%s">%s</td></tr>\n', number, escape(pool.name),
-    aliases, pool.ready == 0 and "bad n" or "n", pool.ready, pool.size, pool.in_flight,
-    pool.queued, pool.held, rate(pool.requests), rate(pool.tokens), failing(pool.failures),
-    rate(pool.failures))
+  return table.concat({
+    '<tr><th scope="row"><a href="#pool-', number, '">', escape(pool.name), "</a>", aliases,
+    "</th>",
+    cell(pool.ready .. " of " .. pool.size, "ready", pool.ready == 0 and "bad" or nil),
+    cell(pool.in_flight, "in flight"),
+    cell(pool.queued, "queued", pool.queued == 0 and "none" or nil),
+    cell(pool.held, "held", pool.held == 0 and "none" or nil),
+    cell(rate(pool.requests), "req/s"),
+    cell(rate(pool.tokens), "tokens/s", not pool.tokens and "none" or nil),
+    failures(pool.failures), "</tr>\n",
+  })
 end
 
 local function instance_row(each)
-  local host, name = escape(each.host), escape(each.name)
-  return string.format(
-    '<tr data-find="%s/%s %s %s %s"><td><span class="state %s">%s</span></td>'
-    .. '<th scope="row">%s/%s<small class="narrow">%s</small></th><td class="n">%d</td>'
-    .. '<td class="n">%s</td><td class="%s">%s</td><td class="wide">%s</td>'
-    .. '<td class="wide">%s</td><td class="wide">%s:%d</td></tr>\n',
-    host, name, escape(each.release), escape(each.address), each.state,
-    each.state:match("^%w+"), each.state, host, name, escape(each.release), each.in_flight,
-    rate(each.requests), failing(each.failures), rate(each.failures),
-    escape(each.vllm_version), escape(each.release), escape(each.address), each.port)
+  local id, release, address = escape(each.id), escape(each.release), escape(each.address)
+  return table.concat({
+    '<tr data-find="', id, " ", release, " ", address, " ", each.state, '">',
+    '<td><span class="state ', each.state:match("^%w+"), '">', each.state, "</span></td>",
+    '<th scope="row">', id, "</th>",
+    cell(each.in_flight, "in flight"), cell(rate(each.requests), "req/s"),
+    failures(each.failures),
+    '<td class="text wide">', escape(each.vllm_version), "</td>",
+    '<td class="text">', release, "</td>",
+    '<td class="text wide">', address, ":", each.port, "</td></tr>\n",
+  })
 end
 
 local function details(pool, number)
@@ -200,9 +235,9 @@ local function details(pool, number)
   local open = #pool.instances <= OPEN or pool.ready < pool.size
   return string.format(
     '<details id="pool-%d" data-open="%d"%s><summary id="pool-%d-name">%s <span>%s</span>'
-    .. '</summary>\n<table><thead><tr><th>state</th><th>instance</th><th class="n">in flight</th>'
-    .. '<th class="n">req/s</th><th class="n">fail/s</th><th class="wide">vLLM</th>'
-    .. '<th class="wide">release</th><th class="wide">address</th></tr></thead>\n<tbody>\n%s'
+    .. '</summary>\n<table class="instances"><thead><tr><th>state</th><th>instance</th>'
+    .. '<th class="n">in flight</th><th class="n">req/s</th><th class="n">fail/s</th>'
+    .. '<th class="text">vLLM</th><th>release</th><th>address</th></tr></thead>\n<tbody>\n%s'
     .. '</tbody></table></details>\n', number, open and 1 or 0, open and " open" or "", number,
     escape(pool.name), #said > 0 and table.concat(said, ", ") or "no instance",
     table.concat(rows))
@@ -224,12 +259,12 @@ function M.html(all, nonce)
     '<link rel="icon" href="data:,">\n',
     '<noscript><meta http-equiv="refresh" content="5"></noscript>\n',
     '<style nonce="', nonce, '">', STYLE, "</style></head>\n<body>\n",
-    "<header><h1>", gateway, '</h1><span id="live">as of ',
+    "<header><h1>", gateway, '<small>vLLM fleet gateway</small></h1><span id="live">as of ',
     os.date("!%Y-%m-%d %H:%M:%S UTC", all.time), "</span></header>\n",
     '<div id="state">', tiles(all), "\n<h2>Pools</h2>\n",
     '<div class="sheet"><table><thead><tr><th>pool</th><th class="n">ready</th>',
     '<th class="n">in flight</th><th class="n">queued</th><th class="n">held</th>',
-    '<th class="n">req/s</th><th class="n wide">tokens/s</th><th class="n">fail/s</th>',
+    '<th class="n">req/s</th><th class="n">tokens/s</th><th class="n">fail/s</th>',
     "</tr></thead>\n<tbody>\n", table.concat(rows), "</tbody></table></div>\n",
     "</div>\n<h2>Instances</h2>\n",
     '<input id="find" class="hidden" type="search" placeholder="host, instance, release or state" ',
