@@ -142,7 +142,7 @@ class Browser:
     def go(self, url: str) -> None:
         """Open an address; returns when the page is loaded."""
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
     def value(self, script: str) -> Any:
         """What an expression is in the page."""
