@@ -59,19 +59,20 @@ h1 small{display:inline;font-size:.9rem;margin-left:.35rem}
 .hidden{display:none}
 .instances{table-layout:fixed}
 .instances th:nth-child(1){width:7rem}
-.instances th:nth-child(n+3):nth-child(-n+5){width:5.5rem}
+.instances th:nth-child(n+3):nth-child(-n+5){width:5rem}
 .instances th:nth-child(6){width:6.5rem}
-.instances th:nth-child(n+7){width:14rem}
+.instances th:nth-child(7){width:15%}
+.instances th:nth-child(8){width:17%}
 .n+.text{padding-left:2rem}
 footer{margin-top:1.5rem;color:var(--soft);font-size:.85rem}
 @media (max-width:46rem){
 body{padding:.75rem}
 #live{margin-left:0;width:100%}
 .tiles{grid-template-columns:repeat(12,1fr);gap:.4rem}
-.tiles div{padding:.4rem .5rem;grid-column:span 3}
-.tiles div:nth-child(n+5){grid-column:span 4}
+.tiles div{padding:.4rem .45rem;grid-column:span 4}
+.tiles div:nth-child(n+4){grid-column:span 3}
 .tiles dt{font-size:.78rem}
-.tiles dd{font-size:1.1rem;white-space:nowrap}
+.tiles dd{font-size:1.05rem;white-space:nowrap}
 thead,.wide{display:none}
 tr{display:flex;flex-wrap:wrap;gap:.1rem .9rem;padding:.45rem .75rem;
 border-top:1px solid var(--line)}
@@ -185,9 +186,9 @@ local function tiles(all)
     tile("in flight", all.in_flight),
     tile("queued", all.queued, all.queued > 0 and "warn" or nil),
     tile("held", all.held, all.held > 0 and "warn" or nil),
-    tile("requests/s", rate(all.requests)),
+    tile("req/s", rate(all.requests)),
     tile("tokens/s", rate(all.tokens)),
-    tile("failures/s", rate(all.failures), (all.failures or 0) > 0 and "bad" or nil),
+    tile("fail/s", rate(all.failures), (all.failures or 0) > 0 and "bad" or nil),
   }) .. "</dl>"
 end
 
@@ -222,9 +223,12 @@ local function instance_row(each)
 end
 
 local function details(pool, number)
-  local rows, counts = {}, {}
-  for i, each in ipairs(pool.instances) do
-    rows[i] = instance_row(each)
+  local rows, rest, counts = {}, {}, {}
+  local large = #pool.instances > OPEN
+  for _, each in ipairs(pool.instances) do
+    -- Of many instances those that do not serve come first.
+    local list = large and each.state == "ready" and rest or rows
+    list[#list + 1] = instance_row(each)
     counts[each.state] = (counts[each.state] or 0) + 1
   end
   local said = {}
@@ -233,7 +237,7 @@ local function details(pool, number)
       said[#said + 1] = counts[state] .. " " .. state
     end
   end
-  local open = #pool.instances <= OPEN or pool.ready < pool.size
+  local open = not large or pool.ready < pool.size
   return string.format(
     '<details id="pool-%d" data-open="%d"%s><summary id="pool-%d-name">%s <span>%s</span>'
     .. '</summary>\n<table class="instances"><thead><tr><th>state</th><th>instance</th>'
@@ -241,7 +245,7 @@ local function details(pool, number)
     .. '<th class="text">vLLM</th><th>release</th><th>address</th></tr></thead>\n<tbody>\n%s'
     .. '</tbody></table></details>\n', number, open and 1 or 0, open and " open" or "", number,
     escape(pool.name), #said > 0 and table.concat(said, ", ") or "no instance",
-    table.concat(rows))
+    table.concat(rows) .. table.concat(rest))
 end
 
 -- The page for what status.gather() gives; `nonce` allows our style and script and nothing else.
