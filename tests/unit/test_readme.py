@@ -34,7 +34,8 @@ ON_HOST = (
     *(gateway.ETC, gateway.CONF, gateway.ACCESS_LOG, keepalived.CONF),
     *(monitoring.CONFIG, monitoring.FOLDER, "/etc/systemd/system/vllm@"),
 )
-URL_PATHS = ("/v1/", "/status", "/metrics", "/drain", "/undrain", "/health", "/fleet/ready", "/invocations")
+URL_PATHS = ("/v1/", "/status", "/metrics", "/drain", "/undrain", "/health")
+URL_PATHS += ("/fleet/ready", "/invocations")
 
 
 def text(page: str) -> str:

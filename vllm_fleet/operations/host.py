@@ -57,7 +57,7 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
 
 
 @operation()
-def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand, None, None]:
+def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand | str, None, None]:
     """
     Put the files that differ, in one command, and check them before they stay.
 

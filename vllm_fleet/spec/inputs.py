@@ -115,8 +115,9 @@ def read_inputs(fleet: Fleet) -> Inputs:
         if keys := spec.settings.api_keys:
             listed = yaml.safe_load((root / keys.file).read_text(encoding="utf-8"))
             inputs.keys[keys.file] = tuple((one["name"], one["key"]) for one in listed)
-        if (shared := spec.settings.gateway.keepalived) and (path := shared.password_file):
-            inputs.vrrp[path] = (root / path).read_text(encoding="utf-8")
+        if (shared := spec.settings.gateway.keepalived) and shared.password_file:
+            password = (root / shared.password_file).read_text(encoding="utf-8")
+            inputs.vrrp[shared.password_file] = password
         if tls := spec.settings.gateway.tls:
             for path in (tls.certificate, tls.key):
                 inputs.tls[path] = (root / path).read_text(encoding="utf-8")
