@@ -19,6 +19,8 @@ GATEWAY = {
     "vllm_fleet_gateway_requests_total": "counter",
     "vllm_fleet_gateway_key_requests_total": "counter",
     "vllm_fleet_gateway_tokens_total": "counter",
+    "vllm_fleet_gateway_limited_total": "counter",
+    "vllm_fleet_gateway_key_refused_total": "counter",
     "vllm_fleet_gateway_retries_total": "counter",
     "vllm_fleet_gateway_refused_total": "counter",
     "vllm_fleet_gateway_series_dropped_total": "counter",

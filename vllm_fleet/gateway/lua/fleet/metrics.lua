@@ -20,6 +20,7 @@ local store = ngx.shared.fleet_metrics
 local M = {}
 
 local MAX_SERIES = 40000
+local TOKENS = "vllm_fleet_gateway_tokens_total"
 
 -- From a cached short answer to the longest hold and the longest answer that people set.
 local FIRST_BYTE = {0.05, 0.1, 0.2, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900}
@@ -29,7 +30,9 @@ local COUNTERS = {
   {"vllm_fleet_gateway_requests_total",
    "Requests answered, by pool, instance and status; no instance where the gateway answered."},
   {"vllm_fleet_gateway_key_requests_total", "Requests answered, by owner of the key and status."},
-  {"vllm_fleet_gateway_tokens_total", "Tokens of prompts and answers, by pool and key's owner."},
+  {"vllm_fleet_gateway_tokens_total", "Tokens of prompts and answers, by key's owner and pool."},
+  {"vllm_fleet_gateway_limited_total", "Requests refused by a limit of their key."},
+  {"vllm_fleet_gateway_key_refused_total", "Requests without a good key, by reason."},
   {"vllm_fleet_gateway_retries_total", "Tries given to another instance, by pool and reason."},
   {"vllm_fleet_gateway_refused_total", "Requests refused by the gateway, by pool and reason."},
   -- Further counters: a line here, then M.count.
@@ -77,6 +80,9 @@ end
 -- Add `by`, or one; `labels` as written between the braces, values escaped.
 function M.count(name, labels, by)
   add(name .. "{" .. labels .. "}", by or 1)
+  if name == TOKENS then
+    rates.tokens(labels:match('pool="([^"]*)"'), by)
+  end
 end
 
 -- Labels of a pool, and of one of its instances; built once for each.
@@ -125,14 +131,6 @@ function M.request(pool, instance, key, status, first_byte, seconds)
     end
   end
   rates.request(pool, instance, status)
-end
-
--- Tokens of one request, for chargeback.
-function M.tokens(pool, key, prompt, completion)
-  local labels = string.format('pool="%s",key="%s",', escape(pool), escape(key))
-  M.count("vllm_fleet_gateway_tokens_total", labels .. 'kind="prompt"', prompt)
-  M.count("vllm_fleet_gateway_tokens_total", labels .. 'kind="completion"', completion)
-  rates.tokens(pool, prompt + completion)
 end
 
 -- In init_by_lua, after config.load: drop the series of pools and instances that are gone.
