@@ -18,6 +18,7 @@ from vllm_fleet import engine_data, exam, gateway, monitoring, paths, placement,
 from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
+from vllm_fleet.gateway import keepalived
 from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
@@ -134,6 +135,14 @@ class HostPlan:
         return tuple(sorted(path for path in self.state.manifest if path not in wanted))
 
     @property
+    def removed_units(self) -> tuple[str, ...]:
+        """Daemons of ours whose unit goes: they must be stopped first."""
+        units = (
+            re.fullmatch(r"/etc/systemd/system/([^/@]+[.]service)", p) for p in self.removed_files
+        )
+        return tuple(found[1] for found in units if found)
+
+    @property
     def missing_releases(self) -> tuple[ReleaseBuild, ...]:
         """Releases to build."""
         return tuple(r for r in self.releases if r.id not in self.state.releases)
@@ -167,12 +176,17 @@ def asked() -> str:
                     *COMMON_PACKAGES,
                     *GPU_PACKAGES,
                     *GATEWAY_PACKAGES,
+                    *keepalived.PACKAGES,
                     *MONITORING_PACKAGES,
                     *exam.PACKAGES,
                     "grafana",
                 }
             ),
-            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD, *exam.UNITS],
+            "units": [
+                *(NGINX, keepalived.UNIT),
+                *(PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD),
+                *exam.UNITS,
+            ],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS],
         }
@@ -367,6 +381,19 @@ def _host_plan(
         gateway_services.append(
             _service(NGINX, reloads=routed, reload=("systemctl", "reload", NGINX))
         )
+        if shared := keepalived.files(
+            spec, fleet.group("gateway"), state.nics, inputs.vrrp_password(spec)
+        ):
+            packages |= set(keepalived.PACKAGES)
+            files += shared
+            gateway_services.append(
+                _service(
+                    keepalived.UNIT,
+                    restarts=[f for f in shared if f.path == keepalived.UNIT_FILE],
+                    reloads=[f for f in shared if f.path != keepalived.UNIT_FILE],
+                    reload=("systemctl", "reload", keepalived.UNIT),
+                )
+            )
     if "monitoring" in spec.groups:
         packages |= set(MONITORING_PACKAGES)
         own = monitoring.own_settings(

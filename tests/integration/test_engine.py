@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.systemd_env import read_env_file
 from tests.testbed import tiny_models
 from vllm_fleet import instance, paths
@@ -99,12 +99,6 @@ class Server:
 def chat(tokens: int = 4, **more: object) -> dict[str, object]:
     messages = [{"role": "user", "content": "hello"}]
     return {"model": "tiny", "messages": messages, "max_tokens": tokens, **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

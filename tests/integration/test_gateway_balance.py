@@ -24,8 +24,9 @@ from typing import Any
 import pytest
 
 from tests.integration.test_gateway_nginx import Stream, error, running
+from tests.ports import free_ports
 from tests.stubs.engine import Engine
-from tests.stubs.gateway import Nginx, available, free_ports, wait_for
+from tests.stubs.gateway import Nginx, available, wait_for
 from tests.unit.gateway.fleet import pool, varied
 from vllm_fleet import gateway
 
@@ -88,7 +89,7 @@ def test_pool_by_path_and_header(engines: list[Engine]) -> None:
                 assert b.hits[-1].path == "/v1/chat/completions?x=%20y"
                 assert "x-fleet-pool" not in b.hits[-1].headers
         assert nginx.ask("POST", "/pools/uno/v1/completions", b"{}")[0] == 200
-        assert nginx.access()[-1]["pool"] == "one"
+        wait_for(lambda: nginx.access()[-1]["pool"] == "one")
         missing = error(404, "The model `three` does not exist.", "NotFoundError", "model")
         for where, headers in (
             ("/pools/three/v1/chat/completions", {}),
@@ -470,7 +471,7 @@ def test_a_drain_mark_acts_at_once_and_lasts(engines: list[Engine]) -> None:
         assert marks("drain", "gpu-01/m-1") == "1"  # what is still in flight
         before = len(a.hits)
         assert {nginx.chat("m")[2]["engine"] for _ in range(8)} == {"b"}
-        assert (nginx.instances()["gpu-01/m-1"]["drained"], len(a.hits)) == (True, before)
+        assert (nginx.instances()["gpu-01/m-1"]["draining"], len(a.hits)) == (True, before)
         assert all(stream.rest().endswith(b"data: [DONE]\n\n") for stream in streams)
         wait_for(lambda: marks("drain", "gpu-01/m-1") == "0")
         nginx.reload()
@@ -492,10 +493,10 @@ def test_a_mark_made_by_others_is_seen(engines: list[Engine]) -> None:
     with marked(engines) as (nginx, marks):
         mark = marks.file("gpu-02/m-2")
         mark.touch()
-        wait_for(lambda: nginx.instances()["gpu-02/m-2"]["drained"])
+        wait_for(lambda: nginx.instances()["gpu-02/m-2"]["draining"])
         assert {nginx.chat("m")[2]["engine"] for _ in range(6)} == {"a"}
         mark.unlink()
-        wait_for(lambda: not nginx.instances()["gpu-02/m-2"]["drained"])
+        wait_for(lambda: not nginx.instances()["gpu-02/m-2"]["draining"])
         assert {nginx.chat("m")[2]["engine"] for _ in range(4)} == {"a", "b"}
         assert "gpu-02/m-2 is drained: it gets no new request" in nginx.errors()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -20,8 +21,9 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_ports
 from tests.stubs.engine import Engine
-from tests.stubs.gateway import Nginx, available, free_ports, wait_for
+from tests.stubs.gateway import Nginx, available, wait_for
 from tests.unit.gateway.fleet import pool, spec
 from vllm_fleet import gateway
 from vllm_fleet.planned import Pool
@@ -45,6 +47,7 @@ def running(
     tls: tuple[str, str] | None = None,
     site: str | None = None,
     ready: bool = True,
+    monitors: tuple[str, ...] = (),
     **settings: Any,
 ) -> Iterator[Nginx]:
     """nginx over these pools; with ``ready``, every instance is known to be ready."""
@@ -53,7 +56,10 @@ def running(
         settings["tls"] = {"certificate": "gw.pem", "key": "gw.key"}
     host = spec(listen=port, **settings)
     nginx = Nginx(port, status_port, tls=tls is not None)
-    nginx.put(gateway.files(host, pools, {}, keys, tls=tls, status_port=status_port))
+    files = gateway.files(
+        host, pools, {}, keys, monitors=monitors, tls=tls, status_port=status_port
+    )
+    nginx.put(files)
     if site:
         nginx.site(site.format(port=port, root=nginx.root))
     try:
@@ -685,9 +691,10 @@ def test_status_and_metrics(pair: Nginx) -> None:
         ("gpu-01", "m-1", True),
         ("gpu-02", "m-2", True),
     ]
-    wait_for(lambda: 'requests_total{pool="-",code="404"} 1' in pair.metrics())
+    missed = 'requests_total{pool="-",host="",instance="",code="404"} 1'
+    wait_for(lambda: missed in pair.metrics())
     text = pair.metrics()
-    assert 'vllm_fleet_gateway_requests_total{pool="m",code="200"} 1' in text
+    assert re.search(r'requests_total{pool="m",host="gpu-0\d",instance="m-\d",code="200"} 1', text)
     ready = 'vllm_fleet_gateway_instance_ready{pool="m",host="gpu-01",instance="m-1"} 1'
     assert ready in text
     checked = subprocess.run(

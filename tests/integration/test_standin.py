@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.integration.scripts import PYTHON, run_script
+from tests.ports import free_port
 from tests.testbed import standin_wheel
 from tests.testbed.bed import Bed
 from vllm_fleet import instance, release
@@ -87,9 +87,7 @@ def running(installed: Path, tmp_path: Path) -> Iterator[Running]:
         if file.path.startswith("/opt/vllm/lib/"):
             (lib / Path(file.path).name).write_text(file.content)
     (run / "token").write_text("secret\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": str(lib),

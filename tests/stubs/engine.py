@@ -21,6 +21,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from tests.ports import free_port
+
 Answer = Literal["serve", "close", "gate", "busy", "bad", "hang"]
 
 GATED = (
@@ -73,7 +75,7 @@ class Engine:
         """Listen and serve, in a thread of its own; returns once the port is open."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((self.host, self.port))
+        listener.bind((self.host, self.port or free_port()))
         listener.listen(1024)
         listener.setblocking(False)
         self.port = listener.getsockname()[1]

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -53,15 +52,6 @@ def available() -> bool:
         and shutil.which("nginx") is not None
         and Path("/usr/lib/nginx/modules/ngx_http_lua_module.so").exists()
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 10.0, step: float = 0.02) -> Any:

@@ -83,6 +83,13 @@ def files(
             "choose another"
         )
     data = _pools(spec, pools, addresses)
+    watching = [
+        _network(m, f"{spec.name}: {m!r} may read the gateway's /metrics") for m in monitors
+    ]
+    admins = [
+        _network(network, f"{spec.name}: gateway.admin_networks: {network!r} may drain instances")
+        for network in sorted(set(settings.admin_networks))
+    ]
     longest = settings.longest_answer + settings.hold_seconds
     conf = render(
         "nginx/vllm-fleet.conf.j2",
@@ -112,7 +119,9 @@ def files(
         longest_answer=settings.longest_answer,
         paths=API_PATHS,
         status_port=status_port,
-        monitors=[_network(spec, m) for m in sorted(set(monitors))],
+        status_listen=_addresses(spec, status_port),
+        readers=sorted({*watching, *admins}),
+        admins=admins,
     )
     result = [
         ManagedFile(CONF, conf),
@@ -137,6 +146,7 @@ def files(
                     "affinity": settings.affinity,
                     "session_headers": list(settings.session_headers),
                     "answer_tokens": settings.answer_tokens,
+                    "name": spec.name,
                 },
                 pools=data,
             ),
@@ -168,6 +178,8 @@ class _Instance(TypedDict):
     max_model_len: int | None
     limit: int  # requests at once
     loras: list[str]
+    release: str
+    vllm_version: str
 
 
 class _Pool(TypedDict):
@@ -212,6 +224,8 @@ def _pools(spec: HostSpec, pools: Sequence[Pool], addresses: Mapping[str, str]) 
                         "max_model_len": length,
                         "limit": spec.settings.gateway.instance_requests or _limit(i),
                         "loras": sorted(_loras(i)),
+                        "release": i.release,
+                        "vllm_version": i.vllm_version,
                     }
                     for i, length in zip(pool.instances, lengths, strict=True)
                 ],
@@ -268,13 +282,12 @@ def _address(host: str, address: str) -> str:
         ) from None
 
 
-def _network(spec: HostSpec, address: str) -> str:
+def _network(address: str, who: str) -> str:
     try:
         return str(ipaddress.ip_network(address, strict=False))
     except ValueError:
         raise ValueError(
-            f"{spec.name}: {address!r} may read the gateway's /metrics, but is no IP address or "
-            "network; set `address` for that host"
+            f"{who}, but is no IP address or network; set `address` for that host"
         ) from None
 
 
@@ -283,10 +296,14 @@ def _socket(address: str, port: int) -> str:
 
 
 def _listen(spec: HostSpec) -> list[str]:
-    """The values of ``listen``; IPv6 only where the host uses it, as a kernel may lack it."""
+    """The values of ``listen`` for clients."""
     tls = " ssl" if spec.settings.gateway.tls else ""
-    port = spec.settings.gateway.listen
-    return [f"{port}{tls}"] + ([f"[::]:{port}{tls}"] if ":" in spec.address else [])
+    return [f"{address}{tls}" for address in _addresses(spec, spec.settings.gateway.listen)]
+
+
+def _addresses(spec: HostSpec, port: int) -> list[str]:
+    """A port on all addresses; IPv6 only where the host uses it, as a kernel may lack it."""
+    return [str(port)] + ([f"[::]:{port}"] if ":" in spec.address else [])
 
 
 def _keys(spec: HostSpec, keys: Sequence[tuple[str, str]]) -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ from pyinfra.api import StringCommand, operation
 
 from vllm_fleet import paths
 from vllm_fleet.files import ManagedFile
+from vllm_fleet.gateway import keepalived
 from vllm_fleet.operations.remote import Script, inline
 from vllm_fleet.plan import HostPlan, Service
 
@@ -19,6 +20,11 @@ CHECKS = (
     (
         ("/etc/prometheus/vllm-fleet",),
         ("promtool", "check", "config", "/etc/prometheus/vllm-fleet.yml"),
+    ),
+    (
+        (keepalived.CONF,),
+        # Also asked when the file has just been taken away.
+        ("sh", "-c", f"test ! -e {keepalived.CONF} || keepalived -t -f {keepalived.CONF}"),
     ),
 )
 APT_FILES = ("/etc/apt/sources.list.d/", "/etc/apt/keyrings/")
@@ -51,7 +57,7 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
 
 
 @operation()
-def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand, None, None]:
+def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand | str, None, None]:
     """
     Put the files that differ, in one command, and check them before they stay.
 
@@ -62,6 +68,8 @@ def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand,
     if not changed and not removed:
         host.noop("every file is as wanted")
         return
+    if removed and plan.removed_units:
+        yield f"systemctl disable -q --now {' '.join(plan.removed_units)}"
     yield Script(*inline("apply.py"), order=_order(changed, removed))
 
 

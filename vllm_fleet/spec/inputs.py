@@ -22,6 +22,7 @@ class Inputs:
     locks: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # (name, key)
     tls: dict[str, str] = field(default_factory=dict)
+    vrrp: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     apt_keys: dict[str, str] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
@@ -41,6 +42,12 @@ class Inputs:
         """Token of the model hub; None where it is used without one."""
         path = spec.settings.hub.token_file
         return self.tokens[path] if path else None
+
+    def vrrp_password(self, spec: HostSpec) -> str | None:
+        """What tells the gateways' group from others; None where it has no password."""
+        shared = spec.settings.gateway.keepalived
+        path = shared.password_file if shared else None
+        return self.vrrp[path] if path else None
 
     def certificate(self, spec: HostSpec) -> tuple[str, str] | None:
         """(chain, key) of a gateway as PEM texts; None where it serves plain HTTP."""
@@ -108,6 +115,9 @@ def read_inputs(fleet: Fleet) -> Inputs:
         if keys := spec.settings.api_keys:
             listed = yaml.safe_load((root / keys.file).read_text(encoding="utf-8"))
             inputs.keys[keys.file] = tuple((one["name"], one["key"]) for one in listed)
+        if (shared := spec.settings.gateway.keepalived) and shared.password_file:
+            password = (root / shared.password_file).read_text(encoding="utf-8")
+            inputs.vrrp[shared.password_file] = password
         if tls := spec.settings.gateway.tls:
             for path in (tls.certificate, tls.key):
                 inputs.tls[path] = (root / path).read_text(encoding="utf-8")

@@ -8,11 +8,12 @@ refuse unknown keys. Checks that need more than one value of one host are in
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Task = Literal["chat", "embed", "rerank"]
 Source = Literal["modelscope", "huggingface", "path"]
@@ -67,6 +68,37 @@ HeaderName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$"),
     Wants('the name of a header, of letters, digits and "-"'),
+]
+
+
+_SHARED = 'an IP address with the length of its network, such as "10.0.0.100/24"'
+_NETWORK = 'an IP address or a network such as "10.0.9.0/24"'
+
+
+def _shared_address(text: str) -> str:
+    try:
+        ipaddress.ip_interface(text)
+    except ValueError:
+        raise ValueError(f"must be {_SHARED}") from None
+    if "/" not in text:
+        raise ValueError(f"must be {_SHARED}")
+    return text
+
+
+def _network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        raise ValueError(f"must be {_NETWORK}") from None
+    return text
+
+
+SharedAddress = Annotated[str, AfterValidator(_shared_address), Wants(_SHARED)]
+Network = Annotated[str, AfterValidator(_network), Wants(_NETWORK)]
+Interface = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$"),
+    Wants('the name of a network interface such as "bond0"'),
 ]
 
 
@@ -242,6 +274,29 @@ class Tls(Settings):
     key: OneLine = Field(description="PEM key.", examples=["secrets/gateway.key"])
 
 
+class Keepalived(Settings):
+    """One address for all gateways, held by the first in the inventory that answers."""
+
+    address: SharedAddress = Field(
+        description="The shared address with its network's length; clients use it.",
+        examples=["10.0.0.100/24"],
+    )
+    interface: Interface | None = Field(
+        None,
+        description="Network interface that carries it; null: the one with the host's `address`.",
+        examples=["bond0"],
+    )
+    router_id: Annotated[int, Field(ge=1, le=255)] = Field(
+        51, description="VRRP's number of this group, used by no other group of the network."
+    )
+    password_file: OneLine | None = Field(
+        None,
+        description="File on the operator's machine with at most 8 characters that tell this group "
+        "from a stranger's; VRRP sends them readable, so take no real password.",
+        examples=["secrets/vrrp.password"],
+    )
+
+
 class Gateway(Settings):
     """nginx in front of all pools."""
 
@@ -285,6 +340,17 @@ class Gateway(Settings):
     )
     max_body_mib: Annotated[int, Field(ge=1)] = Field(
         64, description="Largest request body in MiB (images, long prompts)."
+    )
+    admin_networks: tuple[Network, ...] = Field(
+        (),
+        description="Networks that may read /status and drain instances, besides the gateway's own "
+        "host.",
+        examples=[["10.0.9.0/24"]],
+    )
+    keepalived: Keepalived | None = Field(
+        None,
+        description="One address that the gateways share, so that either can die; null: each has "
+        "its own alone.",
     )
 
 

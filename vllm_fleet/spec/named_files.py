@@ -26,6 +26,9 @@ def check_named_files(found: Findings, loaded: Loaded) -> None:
                 tls = settings.gateway.tls
                 named.append((("gateway", "tls", "certificate"), tls.certificate))
                 named.append((("gateway", "tls", "key"), tls.key))
+            if settings.gateway.keepalived is not None:
+                password = settings.gateway.keepalived.password_file
+                named.append((("gateway", "keepalived", "password_file"), password))
         if "gpu" in groups:
             named.append((("hub", "token_file"), settings.hub.token_file))
         if "monitoring" in groups and settings.monitoring.grafana is not None:

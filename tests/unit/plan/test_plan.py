@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
+from vllm_fleet.gateway import keepalived
+from vllm_fleet.operations import host as hosts
 from vllm_fleet.placement import Placed, Placement
 from vllm_fleet.plan import HostPlan, Refusal, placement_of, plan_fleet
 from vllm_fleet.spec.inputs import Inputs, read_inputs
@@ -287,3 +290,56 @@ def test_what_a_renderer_refuses_names_the_host(tmp_path: Path) -> None:
     unresolved = found.model_copy(update={"hosts": hosts})
     with pytest.raises(Refusal, match=r"gpu-2.*gpu-2\.lan"):
         plan_fleet(unresolved, states(unresolved), Inputs())
+
+
+TWO_GATEWAYS = """\
+gpu = [("gpu-1", {"ssh_hostname": "10.0.0.1"}), ("gpu-2", {"ssh_hostname": "10.0.0.2"})]
+gateway = [("gw-1", {"ssh_hostname": "10.0.0.9"}), ("gw-2", {"ssh_hostname": "10.0.0.8"})]
+monitoring = ["gw-1"]
+"""
+
+
+def test_gateways_that_share_an_address_get_keepalived_and_are_both_watched(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "vrrp.password").write_text("s3cret\n")
+    found = fleet(
+        tmp_path,
+        inventory=TWO_GATEWAYS,
+        gateway='gateway: {keepalived: {address: "10.0.0.100/24", password_file: vrrp.password}}\n',
+    )
+    nics = {
+        f"gw_{n}": {"nics": {"eth0": {"addresses": [f"10.0.0.{a}/24"]}}}
+        for n, a in ((1, 9), (2, 8))
+    }
+    inputs = read_inputs(found)
+    planned = plan_fleet(found, states(found, **nics), inputs)
+    for name, priority, peer in (("gw-1", 200, "10.0.0.8"), ("gw-2", 199, "10.0.0.9")):
+        plan = planned[name]
+        assert {"keepalived", "curl"} <= set(plan.packages)
+        conf = next(f.content for f in plan.files if f.path == keepalived.CONF)
+        assert f"priority {priority}\n" in conf
+        assert f"        {peer}\n" in conf
+        assert "auth_pass s3cret\n" in conf
+        assert [s.unit for s in plan.gateway_services] == ["nginx.service", keepalived.UNIT]
+    targets = next(f for f in planned["gw-1"].files if f.path.endswith("/targets/gateway.json"))
+    assert [t["targets"] for t in json.loads(targets.content)] == [
+        ["10.0.0.9:9145"],
+        ["10.0.0.8:9145"],
+    ]
+    # what is as wanted needs nothing; when it is wanted no more, it is stopped before it goes
+    changes = settled(planned["gw-2"]) | nics["gw_2"]
+    again = plan_fleet(found, states(found, gw_1=nics["gw_1"], gw_2=changes), inputs)["gw-2"]
+    assert not again.changed_files
+    alone = fleet(tmp_path, inventory=TWO_GATEWAYS, gateway="gateway: {}\n")
+    plan = plan_fleet(alone, states(alone, gw_2=changes), Inputs())["gw-2"]
+    assert plan.removed_units == (keepalived.UNIT,)
+    assert [s.unit for s in plan.gateway_services] == ["nginx.service"]
+    first = next(hosts.files._inner(plan=plan, keep_removed=False))
+    assert first == f"systemctl disable -q --now {keepalived.UNIT}"
+
+
+def test_a_gateway_whose_interface_is_not_found_is_refused(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway='gateway: {keepalived: {address: "10.0.0.100/24"}}\n')
+    with pytest.raises(Refusal, match=r"gw-1: gateway\.keepalived\.interface: no interface"):
+        plan_fleet(found, states(found), Inputs())

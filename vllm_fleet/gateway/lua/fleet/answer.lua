@@ -23,7 +23,9 @@ local TYPES = {
 -- What nginx refuses by itself, before any Lua ran.
 local MESSAGES = {
   [400] = "The request is not valid HTTP, or plain HTTP on a TLS port.",
+  [403] = "This address may not ask that here.",
   [404] = "There is no such path.",
+  [405] = "This method is not allowed here.",
   [408] = "The request took too long to arrive.",
   [413] = "The request body is larger than this gateway accepts.",
   [414] = "The request's address is too long.",
@@ -52,10 +54,24 @@ function M.error(status, message, param, code)
     code and M.quote(code) or status))
 end
 
--- 503 for what may work a little later.
-function M.later(message, seconds)
+-- For what may work a little later; 503 where no other status is given.
+function M.later(message, seconds, status)
   ngx.header["Retry-After"] = seconds
-  return M.error(503, message)
+  return M.error(status or 503, message)
+end
+
+-- A page for people, which may hold and fetch nothing but its own.
+function M.page(html, nonce)
+  local header = ngx.header
+  header["Content-Type"] = "text/html; charset=utf-8"
+  header["Content-Length"] = #html
+  header["Content-Security-Policy"] = "default-src 'none'; style-src 'nonce-" .. nonce
+    .. "'; script-src 'nonce-" .. nonce .. "'; connect-src 'self'; img-src data:; "
+    .. "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+  header["X-Content-Type-Options"] = "nosniff"
+  header["Referrer-Policy"] = "no-referrer"
+  ngx.print(html)
+  return ngx.exit(ngx.HTTP_OK)
 end
 
 -- 429 for what is too much now.

@@ -145,7 +145,7 @@ function M.recall()
   for _, pool in ipairs(config.pools()) do
     for _, instance in ipairs(pool.instances) do
       -- drain() and undrain() change the file first: what differs here was changed by others.
-      local key, known = "drain:" .. instance.id, M.is_drained(instance)
+      local key, known = "drain:" .. instance.id, M.is_draining(instance.id)
       if exists(mark_of(instance)) ~= known then
         if known then
           state:delete(key)
@@ -159,8 +159,8 @@ function M.recall()
   end
 end
 
-function M.is_drained(instance)
-  return state:get("drain:" .. instance.id) ~= nil
+function M.is_draining(id)
+  return state:get("drain:" .. id) ~= nil
 end
 
 -- The instance of this id ("host/name"), or nil.
@@ -188,7 +188,7 @@ function M.drain(id)
   end
   file:write("drained at ", ngx.utctime(), " UTC through the gateway\n")
   file:close()
-  if not M.is_drained(instance) then
+  if not M.is_draining(instance.id) then
     state:set("drain:" .. id, 1)
     ngx.log(ngx.NOTICE, "vllm-fleet: ", id, " is drained: it gets no new request")
   end
@@ -205,7 +205,7 @@ function M.undrain(id)
   if not ok and exists(mark_of(instance)) then
     return nil, "the mark cannot be removed: " .. err
   end
-  if M.is_drained(instance) then
+  if M.is_draining(instance.id) then
     state:delete("drain:" .. id)
     ngx.log(ngx.NOTICE, "vllm-fleet: ", id, " is no longer drained")
   end
@@ -222,7 +222,7 @@ end
 function M.why_not(instance)
   if not M.is_ready(instance) then
     return "not ready"
-  elseif M.is_drained(instance) then
+  elseif M.is_draining(instance.id) then
     return "drained"
   end
   local open = state:get("open:" .. instance.id)

@@ -12,6 +12,7 @@ local answer = require "fleet.answer"
 local config = require "fleet.config"
 local gauge = require "fleet.gauge"
 local keys = require "fleet.keys"
+local logged = require "fleet.logged"
 local metrics = require "fleet.metrics"
 local pools = require "fleet.pool"
 local queue = require "fleet.queue"
@@ -242,8 +243,9 @@ local function after_try(request)
     pools.failed(instance, "no answer, " .. status, request.probe)
   end
   leave(request, status)
+  request.last = instance
   if reason then
-    request.tried[instance.id] = true
+    request.tried[instance.id], request.last = true, nil
     metrics.count("vllm_fleet_gateway_retries_total",
                   string.format('pool="%s",reason="%s"', request.pool, reason))
     return
@@ -394,6 +396,7 @@ function M.choose()
       request.instance = hold(request)
     end
   end
+  request.given = ngx.now()
 end
 
 -- balancer_by_lua of every pool.
@@ -417,12 +420,13 @@ end
 
 -- Log phase of every request: give back what it held, count it, and fill the access log's fields.
 function M.log()
-  local request = live[ngx.var.request_id]
+  local request, instance = live[ngx.var.request_id], nil
   if request then
     live[ngx.var.request_id] = nil
     unhold(request)
     queue.leave(request)
     wait_ends(request)
+    instance = request.instance or request.last
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
     ngx.var.fleet_tried = table.concat(request.tries, ", ")
@@ -430,13 +434,9 @@ function M.log()
       ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
       ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms)
     end
-    ngx.var.fleet_ttfb = last(ngx.var.upstream_header_time)
+    request.header_seconds = tonumber(last(ngx.var.upstream_header_time))
   end
-  local pool = ngx.var.fleet_pool
-  if pool ~= "" then
-    metrics.count("vllm_fleet_gateway_requests_total",
-                  string.format('pool="%s",code="%d"', pool, ngx.status))
-  end
+  logged.request(request, instance)
 end
 
 return M
