@@ -16,13 +16,14 @@ from vllm_fleet import paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import Pool
 from vllm_fleet.render import render
-from vllm_fleet.spec.model import HostSpec
+from vllm_fleet.spec.model import ApiKey, HostSpec
 
 PACKAGES = ("nginx", "libnginx-mod-http-lua", "lua-cjson", "logrotate")
 
 CONF = "/etc/nginx/conf.d/vllm-fleet.conf"
 MAIN = "/etc/nginx/modules-enabled/60-vllm-fleet.conf"  # Debian includes these in main context
 ETC = "/etc/nginx/vllm-fleet"
+KEYS = f"{ETC}/keys.json"  # read again by nginx's workers within seconds of a change
 LUA = "/usr/share/vllm-fleet/lua"
 DROP_IN = "/etc/systemd/system/nginx.service.d/vllm-fleet.conf"
 LOGROTATE = "/etc/logrotate.d/vllm-fleet"
@@ -46,7 +47,7 @@ def files(
     spec: HostSpec,
     pools: Sequence[Pool],
     addresses: Mapping[str, str],
-    keys: Sequence[tuple[str, str]],
+    keys: Sequence[ApiKey],
     *,
     monitors: Sequence[str] = (),
     tls: tuple[str, str] | None = None,
@@ -56,9 +57,10 @@ def files(
 
     ``addresses`` maps a host to the IP address at which instances on it are reached, before
     the instance's own; nginx resolves no names later, so each must be an address. ``keys`` are
-    (name, key) of clients, empty where none is asked for. ``monitors`` are addresses or networks
-    that may read /status and /metrics. ``tls`` is (chain, key) as PEM texts, needed where
-    ``gateway.tls`` is set. After a change: ``nginx -t``, then reload, never restart.
+    those of clients, empty where none is asked for. ``monitors`` are addresses or networks that
+    may read /status and /metrics. ``tls`` is (chain, key) as PEM texts, needed where
+    ``gateway.tls`` is set. After a change: ``nginx -t``, then reload, never restart; a change
+    of ``KEYS`` alone needs neither.
 
     Raises ValueError, naming host and setting, for what cannot work.
     """
@@ -123,8 +125,8 @@ def files(
             ),
         ),
         ManagedFile(
-            f"{ETC}/keys.json",
-            _json(keys=_keys(spec, keys)),
+            KEYS,
+            _json(required=bool(keys), keys=_keys(spec, keys)),
             mode=0o640,
             group="www-data",
             secret=True,
@@ -235,15 +237,29 @@ def _listen(spec: HostSpec) -> list[str]:
     return [f"{port}{tls}"] + ([f"[::]:{port}{tls}"] if ":" in spec.address else [])
 
 
-def _keys(spec: HostSpec, keys: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    digests: dict[str, str] = {}
-    for name, key in keys:
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        if not key or digest in digests:
-            problem = "is empty" if not key else f"is also the key of {digests[digest]!r}"
-            raise ValueError(f"{spec.name}: the API key {name!r} {problem}")
-        digests[digest] = name
-    return [{"name": digests[d], "sha256": d} for d in sorted(digests)]
+def _keys(spec: HostSpec, keys: Sequence[ApiKey]) -> list[dict[str, object]]:
+    """What the gateway knows of each key, by its SHA-256."""
+    found: dict[str, ApiKey] = {}
+    for key in keys:
+        if first := found.get(key.digest):
+            raise ValueError(
+                f"{spec.name}: the API key {key.name!r} is also the key of {first.name!r}"
+            )
+        found[key.digest] = key
+    values = (
+        {
+            "name": key.name,
+            "sha256": digest,
+            "expires": key.ends,
+            "expires_text": key.expires,
+            "models": list(key.models) if key.models is not None else None,
+            "requests_per_minute": key.requests_per_minute,
+            "tokens_per_minute": key.tokens_per_minute,
+            "concurrent": key.concurrent,
+        }
+        for digest, key in sorted(found.items())
+    )
+    return [{name: v for name, v in value.items() if v is not None} for value in values]
 
 
 def _json(**values: object) -> str:
