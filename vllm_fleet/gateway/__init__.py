@@ -99,6 +99,7 @@ def files(
         tls=settings.tls is not None,
         max_body_mib=settings.max_body_mib,
         longest_answer=settings.longest_answer,
+        stalled_client_seconds=settings.stalled_client_seconds,
         paths=API_PATHS,
         status_port=status_port,
         monitors=[_network(spec, m) for m in sorted(set(monitors))],
@@ -120,6 +121,7 @@ def files(
                 settings={
                     "hold_seconds": settings.hold_seconds,
                     "hold_requests": settings.hold_requests,
+                    "longest_answer": settings.longest_answer,
                 },
                 pools=data,
             ),

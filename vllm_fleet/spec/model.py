@@ -254,6 +254,11 @@ class Gateway(Settings):
     longest_answer: Seconds = Field(
         3600, description="Longest time an answer may take; also bounds reloads and drains."
     )
+    stalled_client_seconds: Seconds = Field(
+        60,
+        description="How long a client may take nothing of its answer before it is cut off, "
+        "which also ends the engine's work.",
+    )
     max_body_mib: Annotated[int, Field(ge=1)] = Field(
         64, description="Largest request body in MiB (images, long prompts)."
     )

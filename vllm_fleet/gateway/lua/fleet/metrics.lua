@@ -11,11 +11,20 @@ local COUNTERS = {
   {"vllm_fleet_gateway_requests_total", "Requests answered, by pool and status."},
   {"vllm_fleet_gateway_retries_total", "Tries given to another instance, by pool and reason."},
   {"vllm_fleet_gateway_refused_total", "Requests refused by the hold, by pool and reason."},
+  {"vllm_fleet_gateway_tokens_total", "Tokens used, by key's owner, pool and kind."},
+  {"vllm_fleet_gateway_key_requests_total", "Requests admitted, by key's owner and pool."},
+  {"vllm_fleet_gateway_limited_total", "Requests refused by a limit of their key."},
+  {"vllm_fleet_gateway_key_refused_total", "Requests without a good key, by reason."},
 }
 
--- Add one; `labels` as written between the braces.
-function M.count(name, labels)
-  counters:incr(name .. "{" .. labels .. "}", 1, 0)
+-- Add `by`, else one; `labels` as written between the braces.
+function M.count(name, labels, by)
+  counters:incr(name .. "{" .. labels .. "}", by or 1, 0)
+end
+
+-- A text as the value of a label.
+function M.escape(text)
+  return (text:gsub('[\\"\n]', {["\\"] = "\\\\", ['"'] = '\\"', ["\n"] = "\\n"}))
 end
 
 function M.text()

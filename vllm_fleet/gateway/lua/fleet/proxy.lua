@@ -12,9 +12,11 @@ local answer = require "fleet.answer"
 local config = require "fleet.config"
 local gauge = require "fleet.gauge"
 local keys = require "fleet.keys"
+local limits = require "fleet.limits"
 local metrics = require "fleet.metrics"
 local pools = require "fleet.pool"
 local scan = require "fleet.scan"
+local usage = require "fleet.usage"
 
 local M = {}
 
@@ -54,8 +56,8 @@ local function body()
   return data
 end
 
-local function pool_of(text)
-  local kind, name = scan.model(text)
+local function pool_of(found)
+  local kind, name = found.kind, found.model
   if kind == "json" then
     return answer.error(400, "The request body is not a JSON object.")
   elseif kind == "type" then
@@ -77,7 +79,7 @@ local function pool_of(text)
   return pool
 end
 
--- Whether path, method and key are in order; answers where not.
+-- The key that a request shows, where path, method and key are in order; answers where not.
 function M.allow(method)
   -- The path as sent must be the path that nginx matched: no escapes, no //, no dots.
   if ngx.var.request_uri:match("^[^?]*") ~= ngx.var.uri then
@@ -88,19 +90,17 @@ function M.allow(method)
     ngx.header["Allow"] = method
     return answer.error(405, "Only " .. method .. " is allowed here.")
   end
-  local name = keys.name()
-  if not name then
-    ngx.header["WWW-Authenticate"] = "Bearer"
-    return answer.error(401, "No API key, or one that this gateway does not know. Send it as "
-                             .. "`Authorization: Bearer KEY`.")
+  local key, why, expired = keys.find()
+  if not key then
+    return keys.refuse(why, expired)
   end
-  ngx.var.fleet_key = name
-  return true
+  ngx.var.fleet_key = key.name
+  return key
 end
 
 -- Content of the client's location.
 function M.admit()
-  M.allow("POST")
+  local key = M.allow("POST")
   local text, err = body()
   if not text then
     if err == "length" then
@@ -109,10 +109,25 @@ function M.admit()
     ngx.log(ngx.ERR, "vllm-fleet: cannot read the request body that nginx spooled: ", err)
     return answer.error(500, "The gateway could not read the request body.")
   end
-  local pool = pool_of(text)
+  local found = scan.request(text)
+  local pool = pool_of(found)
   ngx.var.fleet_pool = pool.name
   ngx.var.fleet_upstream = pool.upstream
-  live[ngx.var.request_id] = {pool = pool.name, tried = {}, tries = {}, held_ms = 0, rounds = 0}
+  if not keys.may_use(key, pool, found.model) then
+    return keys.refuse_model(key, pool, found.model)
+  end
+  local estimate, prompt = usage.estimate(ngx.var.uri, found)
+  local ok, message, retry_after = limits.admit(key, estimate)
+  if not ok then
+    return answer.limited(message, retry_after)
+  end
+  live[ngx.var.request_id] = {pool = pool.name, tried = {}, tries = {}, held_ms = 0, rounds = 0,
+                              key = key, estimate = estimate, prompt = prompt}
+  local asked = usage.ask(ngx.var.uri, found, text)
+  if asked then
+    live[ngx.var.request_id].hide = true
+    ngx.req.set_body_data(asked)
+  end
   return ngx.exec("@fleet_proxy")
 end
 
@@ -248,12 +263,63 @@ function M.balance()
   end
 end
 
+-- Header filter of @fleet_proxy: an instance answers.
+function M.head()
+  local request = live[ngx.var.request_id]
+  if request and request.instance then
+    request.answer = usage.head(request.hide)
+    request.ends = ngx.now() + config.settings().longest_answer
+    ngx.ctx.request = request
+  end
+end
+
+-- Body filter of @fleet_proxy: a piece of the answer.
+function M.piece()
+  local request = ngx.ctx.request
+  if not request then
+    return
+  end
+  if ngx.now() > request.ends then
+    -- A client that takes the answer drop by drop must not keep the engine's work for ever.
+    ngx.log(ngx.ERR, "vllm-fleet: an answer of ", request.instance and request.instance.id or "-",
+            " took longer than longest_answer and was cut")
+    return ngx.ERROR
+  end
+  local piece, ends = ngx.arg[1], ngx.arg[2]
+  local out = usage.body(request.answer, piece, ends)
+  if out ~= piece then
+    ngx.arg[1] = out
+  end
+  if ends then
+    leave(request, ngx.status)  -- the instance is free, however slowly the client reads the rest
+  end
+end
+
+-- An admitted request has ended: settle what it cost.
+local function book(request)
+  local key = request.key
+  local prompt, completion = usage.cost(request.answer, ngx.status, request.instance ~= nil,
+                                        request.estimate, request.prompt)
+  limits.settle(key, request.estimate, prompt + completion)
+  local labels = string.format('key="%s",pool="%s"', key.label, request.pool)
+  metrics.count("vllm_fleet_gateway_key_requests_total", labels)
+  if prompt > 0 then
+    metrics.count("vllm_fleet_gateway_tokens_total", labels .. ',kind="prompt"', prompt)
+  end
+  if completion > 0 then
+    metrics.count("vllm_fleet_gateway_tokens_total", labels .. ',kind="completion"', completion)
+  end
+  ngx.var.fleet_prompt_tokens = string.format("%d", prompt)
+  ngx.var.fleet_completion_tokens = string.format("%d", completion)
+end
+
 -- Log phase of every request: give back what it held, count it, and fill the access log's fields.
 function M.log()
   local request = live[ngx.var.request_id]
   if request then
     live[ngx.var.request_id] = nil
     unhold(request)
+    book(request)
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
     ngx.var.fleet_tried = table.concat(request.tries, ", ")
