@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +25,7 @@ from tests.stubs.gateway import Nginx, available, free_ports, wait_for
 from tests.unit.gateway.fleet import pool, spec
 from vllm_fleet import gateway
 from vllm_fleet.planned import Pool
+from vllm_fleet.spec.model import ApiKey
 
 pytestmark = [
     pytest.mark.integration,
@@ -41,7 +42,7 @@ def error(status: int, message: str, kind: str, param: str | None = None) -> dic
 def running(
     pools: list[Pool],
     *,
-    keys: tuple[tuple[str, str], ...] = (),
+    keys: Sequence[ApiKey] = (),
     tls: tuple[str, str] | None = None,
     site: str | None = None,
     ready: bool = True,
@@ -257,7 +258,7 @@ def test_models_are_merged(engines: list[Engine]) -> None:
 
 
 def test_keys(engines: list[Engine]) -> None:
-    keys = (("team-a", "sk-aaa"), ("team-b", "sk-bbb"))
+    keys = (ApiKey(name="team-a", key="sk-aaa"), ApiKey(name="team-b", key="sk-bbb"))
     with running([pool("m", [engines[0].port])], keys=keys) as nginx:
         for headers in (
             {},

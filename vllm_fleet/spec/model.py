@@ -268,7 +268,8 @@ class ApiKeys(Settings):
     """Keys that clients show to the gateway."""
 
     file: OneLine = Field(
-        description="YAML list of keys on the operator's machine, beside group_vars, as in docs/settings.md.",
+        description="YAML list of keys on the operator's machine, beside group_vars; its entries "
+        "are explained in docs/settings.md.",
         examples=["secrets/keys.yml"],
     )
 

@@ -16,7 +16,7 @@ local state = ngx.shared.fleet_state
 local M = {}
 
 local MINUTE = 60
-local CRUMB = 0.001  -- seconds: what rounding of many small charges may add up to
+local CRUMB = 0.0001  -- seconds: what rounding of many small charges may add up to
 local CLAIM = 5  -- seconds, far longer than it is ever held
 local SPINS = 1000
 

@@ -281,17 +281,14 @@ function M.piece()
   end
   if ngx.now() > request.ends then
     -- A client that takes the answer drop by drop must not keep the engine's work for ever.
-    ngx.log(ngx.ERR, "vllm-fleet: an answer of ", request.instance and request.instance.id or "-",
-            " took longer than longest_answer and was cut")
+    ngx.log(ngx.ERR, "vllm-fleet: ", request.instance.id, ": an answer took longer than "
+            .. "gateway.longest_answer and was cut off")
     return ngx.ERROR
   end
-  local piece, ends = ngx.arg[1], ngx.arg[2]
-  local out = usage.body(request.answer, piece, ends)
+  local piece = ngx.arg[1]
+  local out = usage.body(request.answer, piece, ngx.arg[2])
   if out ~= piece then
     ngx.arg[1] = out
-  end
-  if ends then
-    leave(request, ngx.status)  -- the instance is free, however slowly the client reads the rest
   end
 end
 
