@@ -165,7 +165,8 @@ class Engine:
         left = asyncio.ensure_future(reader.read(1))  # ends when the client closes
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            # A client that leaves while much is on its way to it breaks the writing.
+            if not work.done() or isinstance(work.exception(), ConnectionError):
                 hit.aborted = True
                 return False
             return work.result() and not left.done()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 def run(key: dict[str, Any], calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each call gave; `after` in a call moves the clock on before it."""
-    key = {"name": "team", "label": "team", **key}
+    key = {"name": "team", **key}
     done = subprocess.run(
         ["luajit", HERE / "limits_harness.lua", LUA],
         input="".join(json.dumps({"key": key, **call}) + "\n" for call in calls),

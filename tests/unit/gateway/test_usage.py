@@ -312,6 +312,7 @@ def test_usage_is_not_asked_for(path: str, more: dict[str, bool]) -> None:
         ("/v1/messages", {"tokens": 10, "max_tokens": 100_000}, [522, 10]),
         ("/v1/responses", {"tokens": 10, "max_tokens": -5}, [10, 10]),
         ("/v1/chat/completions", {"tokens": 10, "max_tokens": 5, "n": 3}, [25, 10]),
+        ("/v1/chat/completions", {"tokens": 10, "max_tokens": 5, "media": 2}, [2015, 2010]),
         ("/v1/embeddings", {"tokens": 10, "max_tokens": 5}, [10, 10]),
         ("/v1/rerank", {"tokens": 10}, [10, 10]),
         ("/v1/messages/count_tokens", {"tokens": 10}, [0, 0]),

@@ -21,7 +21,7 @@ local state = ngx.shared.fleet_state
 local M = {}
 
 local TICK = 1  -- seconds between looks at keys.json
-local OPEN = {name = "-", label = "-"}  -- who asks where no key is asked for
+local OPEN = {name = "-"}  -- who asks where no key is asked for
 
 local path, seen, trouble
 local records  -- {digest = record}, or nil where no key is asked for
@@ -56,7 +56,6 @@ local function records_of(value)
       end
       record.models = names
     end
-    record.label = metrics.escape(record.name)
     found[raw(record.sha256)] = record
   end
   return found

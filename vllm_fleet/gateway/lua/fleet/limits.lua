@@ -82,7 +82,7 @@ end
 
 local function refused(key, what, message, retry_after)
   metrics.count("vllm_fleet_gateway_limited_total",
-                string.format('key="%s",limit="%s"', key.label, what))
+                string.format('key="%s",limit="%s"', metrics.escape(key.name), what))
   return nil, message, retry_after
 end
 

@@ -11,8 +11,7 @@ local COUNTERS = {
   {"vllm_fleet_gateway_requests_total", "Requests answered, by pool and status."},
   {"vllm_fleet_gateway_retries_total", "Tries given to another instance, by pool and reason."},
   {"vllm_fleet_gateway_refused_total", "Requests refused by the hold, by pool and reason."},
-  {"vllm_fleet_gateway_tokens_total", "Tokens used, by key's owner, pool and kind."},
-  {"vllm_fleet_gateway_key_requests_total", "Requests admitted, by key's owner and pool."},
+  {"vllm_fleet_gateway_tokens_total", "Tokens of prompts and answers, by pool and key's owner."},
   {"vllm_fleet_gateway_limited_total", "Requests refused by a limit of their key."},
   {"vllm_fleet_gateway_key_refused_total", "Requests without a good key, by reason."},
 }
@@ -23,8 +22,16 @@ function M.count(name, labels, by)
 end
 
 -- A text as the value of a label.
-function M.escape(text)
-  return (text:gsub('[\\"\n]', {["\\"] = "\\\\", ['"'] = '\\"', ["\n"] = "\\n"}))
+local function escape(value)
+  return (value:gsub('[\\"\n]', {["\\"] = "\\\\", ['"'] = '\\"', ["\n"] = "\\n"}))
+end
+M.escape = escape
+
+-- Tokens of one request, for chargeback.
+function M.tokens(pool, key, prompt, completion)
+  local labels = string.format('pool="%s",key="%s",', escape(pool), escape(key))
+  M.count("vllm_fleet_gateway_tokens_total", labels .. 'kind="prompt"', prompt)
+  M.count("vllm_fleet_gateway_tokens_total", labels .. 'kind="completion"', completion)
 end
 
 function M.text()

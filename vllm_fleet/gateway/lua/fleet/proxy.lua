@@ -298,13 +298,8 @@ local function book(request)
   local prompt, completion = usage.cost(request.answer, ngx.status, request.instance ~= nil,
                                         request.estimate, request.prompt)
   limits.settle(key, request.estimate, prompt + completion)
-  local labels = string.format('key="%s",pool="%s"', key.label, request.pool)
-  metrics.count("vllm_fleet_gateway_key_requests_total", labels)
-  if prompt > 0 then
-    metrics.count("vllm_fleet_gateway_tokens_total", labels .. ',kind="prompt"', prompt)
-  end
-  if completion > 0 then
-    metrics.count("vllm_fleet_gateway_tokens_total", labels .. ',kind="completion"', completion)
+  if prompt + completion > 0 then
+    metrics.tokens(request.pool, key.name, prompt, completion)
   end
   ngx.var.fleet_prompt_tokens = string.format("%d", prompt)
   ngx.var.fleet_completion_tokens = string.format("%d", completion)

@@ -15,6 +15,7 @@ local M = {}
 -- Tokens of an answer for which nothing, or more than this, is allowed for. A low estimate harms
 -- nobody, as what was used is settled at the end; a high one shuts out requests that would fit.
 local ANSWER = 512
+local MEDIUM = 1000  -- of an image or a sound, whose size is not looked at
 -- Bytes of one event: more is not kept back, as the chunk that we take out is a small one; and
 -- more is not looked into for a usage.
 local LONGEST_HIDDEN, LONGEST_READ = 65536, 8388608
@@ -41,7 +42,7 @@ function M.estimate(uri, found)
   if path.free then
     return 0, 0
   end
-  local prompt, answer = found.tokens or 0, 0
+  local prompt, answer = (found.tokens or 0) + MEDIUM * (found.media or 0), 0
   if path.writes then
     answer = math.max(found.n or 1, 1) * math.min(math.max(found.max_tokens or ANSWER, 0), ANSWER)
   end
