@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from vllm_fleet.spec.entries import secret_value
 from vllm_fleet.spec.findings import At, Findings, placed
@@ -55,8 +59,23 @@ def _client_names(loaded: Loaded) -> list[str] | None:
             continue
         names.update(dict.fromkeys(layer.broken_models))
         for name, model in layer.models.items():
-            names.update(dict.fromkeys((name, *model.aliases)))
+            names.update(dict.fromkeys((name, *model.aliases, *_adapters(model.vllm_args))))
+        for _, instance in placed(host):
+            names.update(dict.fromkeys(_adapters(instance.vllm_args)))
     return list(names)
+
+
+def _adapters(args: Mapping[str, Any]) -> Iterator[str]:
+    """Names of LoRA adapters among the options of vLLM: `name=path`, or a mapping with `name`."""
+    given = args.get("lora-modules", args.get("lora_modules"))
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str) and one.lstrip().startswith("{"):
+            with suppress(ValueError):  # a complaint of its own
+                one = json.loads(one)
+        if isinstance(one, dict) and isinstance(one.get("name"), str):
+            yield one["name"]
+        elif isinstance(one, str) and "=" in one:
+            yield one.partition("=")[0]
 
 
 def _unreadable(path: Path) -> str | None:

@@ -133,6 +133,16 @@ def test_no_word_of_unknown_models_where_models_are_wrong(project: Project) -> N
     assert not [line for line in project.complaints() if line.startswith("keys.yml")]
 
 
+@pytest.mark.parametrize(
+    "modules", ["law=/m/law", "[law=/m/law]", '[\'{"name": "law", "path": "/m/law"}\']']
+)
+def test_a_key_may_be_for_an_adapter(project: Project, modules: str) -> None:
+    project.good(("Air\n", f"Air\n    vllm_args: {{enable-lora: true, lora-modules: {modules}}}\n"))
+    project.write("group_vars/gateway.yml", "api_keys: {file: keys.yml}\n")
+    project.write("keys.yml", "- {name: x, key: secret, models: [law]}\n")
+    assert project.complaints() == []
+
+
 def test_good_keys(project: Project) -> None:
     project.good(("Air\n", "Air\n    aliases: [air-fast]\n"))
     project.write("group_vars/gateway.yml", "api_keys: {file: keys.yml}\n")
