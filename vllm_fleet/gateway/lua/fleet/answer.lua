@@ -57,8 +57,8 @@ function M.later(message, seconds)
   return M.error(503, message)
 end
 
--- 429 for what a limit forbids: for so many seconds, or, without them, for good.
-function M.limited(message, seconds)
+-- 429 for what is too much now, for so many seconds; or, without them, for good.
+function M.busy(message, seconds)
   if seconds then
     ngx.header["Retry-After"] = seconds
   else

@@ -119,7 +119,7 @@ function M.admit()
   local estimate, prompt = usage.estimate(ngx.var.uri, found)
   local ok, message, retry_after = limits.admit(key, estimate)
   if not ok then
-    return answer.limited(message, retry_after)
+    return answer.busy(message, retry_after)
   end
   live[ngx.var.request_id] = {pool = pool.name, tried = {}, tries = {}, held_ms = 0, rounds = 0,
                               key = key, estimate = estimate, prompt = prompt}
@@ -264,7 +264,7 @@ function M.balance()
 end
 
 -- Header filter of @fleet_proxy: an instance answers.
-function M.head()
+function M.answered()
   local request = live[ngx.var.request_id]
   if request and request.instance then
     request.answer = usage.head(request.hide)
