@@ -101,6 +101,7 @@ def test_expired_keys_and_keys_of_other_models(engine: Engine) -> None:
         wait_for(lambda: [line for line in nginx.access() if line["key"] == "small"])
         refused = {line["key"] for line in nginx.access() if line["status"] == 403}
         assert refused == {"small", "alias"}
+        assert {line["key"] for line in nginx.access() if line["status"] == 401} == {"past"}
         assert "sk-" not in logs(nginx)
         assert 'key_refused_total{reason="expired"} 1' in nginx.metrics()
         assert 'key_refused_total{reason="model"} 5' in nginx.metrics()

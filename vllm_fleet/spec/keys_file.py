@@ -43,6 +43,8 @@ def read_keys(path: Path, file: str, names: Sequence[str] | None = None) -> Keys
         root = yaml.compose(path.read_bytes().decode("utf-8-sig"), Loader=yaml.SafeLoader)
     except UnicodeDecodeError:
         return _broken(Complaint(file, 1, 1, "", "is not UTF-8 text; save it as UTF-8"))
+    except RecursionError:
+        return _broken(Complaint(file, 1, 1, "", "is nested too deeply"))
     except yaml.YAMLError as error:  # its text would show what stands there
         mark = getattr(error, "problem_mark", None)
         return _broken(_at(mark, file, "is not YAML here"))
@@ -130,6 +132,6 @@ def _models(
         if not isinstance(name, str) or name in names:
             continue
         near = nearest(name, names)
-        hint = f'did you mean "{near}"?' if near else f"there are {', '.join(names)}"
+        hint = f'did you mean "{near}"?' if near else f"there are {', '.join(names) or 'none'}"
         text = f'"{name}" is no model or alias of this inventory; {hint}'
         yield document.complaint((*loc, index), text)

@@ -20,6 +20,9 @@ DATE = 'must be a date such as "2030-12-31", or a time such as "2030-12-31T18:00
     ("text", "wanted"),
     [
         ("", 'group_vars/gateway.yml:1:18: api_keys.file: "keys.yml" is empty; '),
+        ("- " * 2000 + "x\n", "keys.yml:1:1: is nested too deeply"),
+        ("- {name: x, key: secret}\n---\n- {name: y, key: z}\n", "keys.yml:2:1: is not YAML here"),
+        ("- {name: x, key: secret, ? [secret] : y}\n", "keys.yml:1:28: YAML takes this for some"),
         ("# none\n", f"keys.yml:1:1: {SHAPE}"),
         ("name: x\n", f"keys.yml:1:1: {SHAPE}"),
         ("- x\n", f"keys.yml:1:3: [0]: {SHAPE}"),

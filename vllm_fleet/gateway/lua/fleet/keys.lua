@@ -151,6 +151,9 @@ local WHY = {
 function M.refuse(why, record)
   metrics.count("vllm_fleet_gateway_key_refused_total", 'reason="' .. why .. '"')
   ngx.header["WWW-Authenticate"] = "Bearer"
+  if record then
+    ngx.var.fleet_key = record.name  -- for the log: an owner to be told
+  end
   return answer.error(401, WHY[why] or string.format(
     "The API key of %s expired (%s). Ask the operator for a new one.", record.name,
     record.expires_text or os.date("!%Y-%m-%dT%H:%M:%SZ", record.expires)))
