@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from vllm_fleet import paths
 from vllm_fleet.planned import PlannedInstance
@@ -178,3 +179,22 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
+
+
+def lora_names(args: Mapping[str, object]) -> set[str]:
+    """Names of the LoRA adapters that options of vLLM load: `name=path`, or a mapping with `name`.
+
+    A mapping may be written as JSON, and the option with either kind of dash; what is neither is
+    a complaint of its own, and names nothing.
+    """
+    given = args.get("lora-modules", args.get("lora_modules"))
+    names = set()
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str) and one.lstrip().startswith("{"):
+            with suppress(ValueError):
+                one = json.loads(one)
+        if isinstance(one, dict) and isinstance(one.get("name"), str):
+            names.add(one["name"])
+        elif isinstance(one, str) and "=" in one:
+            names.add(one.partition("=")[0])
+    return names

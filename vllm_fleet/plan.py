@@ -379,7 +379,12 @@ def _host_plan(
         )
         files += routed
         gateway_services.append(
-            _service(NGINX, reloads=routed, reload=("systemctl", "reload", NGINX))
+            _service(
+                NGINX,
+                # Keys are read as they change, by nginx's workers themselves.
+                reloads=[f for f in routed if f.path != gateway.KEYS],
+                reload=("systemctl", "reload", NGINX),
+            )
         )
         if shared := keepalived.files(
             spec, fleet.group("gateway"), state.nics, inputs.vrrp_password(spec)

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +27,7 @@ from tests.stubs.gateway import Nginx, available, wait_for
 from tests.unit.gateway.fleet import pool, spec
 from vllm_fleet import gateway
 from vllm_fleet.planned import Pool
+from vllm_fleet.spec.model import ApiKey
 
 pytestmark = [
     pytest.mark.integration,
@@ -43,7 +44,7 @@ def error(status: int, message: str, kind: str, param: str | None = None) -> dic
 def running(
     pools: list[Pool],
     *,
-    keys: tuple[tuple[str, str], ...] = (),
+    keys: Sequence[ApiKey] = (),
     tls: tuple[str, str] | None = None,
     site: str | None = None,
     ready: bool = True,
@@ -263,7 +264,7 @@ def test_models_are_merged(engines: list[Engine]) -> None:
 
 
 def test_keys(engines: list[Engine]) -> None:
-    keys = (("team-a", "sk-aaa"), ("team-b", "sk-bbb"))
+    keys = (ApiKey(name="team-a", key="sk-aaa"), ApiKey(name="team-b", key="sk-bbb"))
     with running([pool("m", [engines[0].port])], keys=keys) as nginx:
         for headers in (
             {},
@@ -535,7 +536,8 @@ def test_large_bodies_and_streams_survive_the_hold(engines: list[Engine]) -> Non
             a.ready = True
             status, headers, data = answer.result()
         assert (status, data.count(b"data: ")) == (200, a.chunks + 1)
-        assert a.hits[0].body == body
+        usage = {"stream_options": {"include_usage": True}}  # asked for by the gateway
+        assert a.hits[0].json == {**json.loads(body), **usage}
         assert headers["content-type"].startswith("text/event-stream")
 
 

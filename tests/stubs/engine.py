@@ -60,6 +60,9 @@ class Engine:
     first_byte: float = 0.0  # seconds before an answer begins
     chunk_gap: float = 0.01  # seconds between chunks of a stream
     chunks: int = 5
+    padding: int = 0  # further bytes of each chunk
+    prompt_tokens: int = 1  # what an answer's usage says; a stream's also has one a chunk
+    completion_tokens: int = 1
     hits: list[Hit] = field(default_factory=list)
     gated: int = 0  # client requests that the gate refused
     in_flight: int = 0
@@ -164,7 +167,8 @@ class Engine:
         left = asyncio.ensure_future(reader.read(1))  # ends when the client closes
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            # A client that leaves while much is on its way to it breaks the writing.
+            if not work.done() or isinstance(work.exception(), ConnectionError):
                 hit.aborted = True
                 return False
             return work.result() and not left.done()
@@ -190,7 +194,8 @@ class Engine:
             return True
         asked = json.loads(hit.body or b"{}")
         if asked.get("stream"):
-            await self._stream(writer)
+            options = asked.get("stream_options") or {}
+            await self._stream(writer, options.get("include_usage") is True)
             return True
         message = {"role": "assistant", "content": f"from {self.name}"}
         answer = {
@@ -200,21 +205,33 @@ class Engine:
             "engine": self.name,
             "body_bytes": len(hit.body),
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            "usage": self._usage(self.completion_tokens),
         }
         self._send(writer, 200, json.dumps(answer))
         return True
 
-    async def _stream(self, writer: asyncio.StreamWriter) -> None:
+    def _usage(self, completion: int) -> dict[str, int]:
+        total = self.prompt_tokens + completion
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": total,
+        }
+
+    async def _stream(self, writer: asyncio.StreamWriter, usage: bool) -> None:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
         for index in range(self.chunks):
-            delta = {"choices": [{"index": 0, "delta": {"content": f"{self.name}-{index} "}}]}
+            content = f"{self.name}-{index} " + "x" * self.padding
+            delta = {"choices": [{"index": 0, "delta": {"content": content}}]}
             self._chunk(writer, f"data: {json.dumps(delta)}\n\n")
             await writer.drain()
             await asyncio.sleep(self.chunk_gap)
+        if usage:
+            last = {"choices": [], "usage": self._usage(self.chunks)}
+            self._chunk(writer, f"data: {json.dumps(last)}\n\n")
         self._chunk(writer, "data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()

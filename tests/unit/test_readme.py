@@ -35,7 +35,7 @@ ON_HOST = (
     *(monitoring.CONFIG, monitoring.FOLDER, "/etc/systemd/system/vllm@"),
 )
 URL_PATHS = ("/v1/", "/status", "/metrics", "/drain", "/undrain", "/health")
-URL_PATHS += ("/fleet/ready", "/invocations")
+URL_PATHS += ("/fleet/ready", "/invocations", "/pools/")
 
 
 def text(page: str) -> str:

@@ -14,17 +14,18 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
 from typing import TypedDict
 
-from vllm_fleet import paths
+from vllm_fleet import engine, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.render import render
-from vllm_fleet.spec.model import HostSpec
+from vllm_fleet.spec.model import ApiKey, HostSpec
 
 PACKAGES = ("nginx", "libnginx-mod-http-lua", "lua-cjson", "logrotate")
 
 CONF = "/etc/nginx/conf.d/vllm-fleet.conf"
 MAIN = "/etc/nginx/modules-enabled/60-vllm-fleet.conf"  # Debian includes these in main context
 ETC = "/etc/nginx/vllm-fleet"
+KEYS = f"{ETC}/keys.json"  # read again by nginx's workers within seconds of a change
 LUA = "/usr/share/vllm-fleet/lua"
 DROP_IN = "/etc/systemd/system/nginx.service.d/vllm-fleet.conf"
 LOGROTATE = "/etc/logrotate.d/vllm-fleet"
@@ -58,7 +59,7 @@ def files(
     spec: HostSpec,
     pools: Sequence[Pool],
     addresses: Mapping[str, str],
-    keys: Sequence[tuple[str, str]],
+    keys: Sequence[ApiKey],
     *,
     monitors: Sequence[str] = (),
     tls: tuple[str, str] | None = None,
@@ -68,9 +69,10 @@ def files(
 
     ``addresses`` maps a host to the IP address at which instances on it are reached, before
     the instance's own; nginx resolves no names later, so each must be an address. ``keys`` are
-    (name, key) of clients, empty where none is asked for. ``monitors`` are addresses or networks
-    that may read /status and /metrics. ``tls`` is (chain, key) as PEM texts, needed where
-    ``gateway.tls`` is set. After a change: ``nginx -t``, then reload, never restart.
+    those of clients, empty where none is asked for. ``monitors`` are addresses or networks that
+    may read /status and /metrics. ``tls`` is (chain, key) as PEM texts, needed where
+    ``gateway.tls`` is set. After a change: ``nginx -t``, then reload, never restart; a change
+    of ``KEYS`` alone needs neither.
 
     Raises ValueError, naming host and setting, for what cannot work.
     """
@@ -117,6 +119,7 @@ def files(
         tls=settings.tls is not None,
         max_body_mib=settings.max_body_mib,
         longest_answer=settings.longest_answer,
+        stalled_client_seconds=settings.stalled_client_seconds,
         paths=API_PATHS,
         status_port=status_port,
         status_listen=_addresses(spec, status_port),
@@ -147,13 +150,14 @@ def files(
                     "session_headers": list(settings.session_headers),
                     "answer_tokens": settings.answer_tokens,
                     "name": spec.name,
+                    "longest_answer": settings.longest_answer,
                 },
                 pools=data,
             ),
         ),
         ManagedFile(
-            f"{ETC}/keys.json",
-            _json(keys=_keys(spec, keys)),
+            KEYS,
+            _json(required=bool(keys), keys=_keys(spec, keys)),
             mode=0o640,
             group="www-data",
             secret=True,
@@ -196,7 +200,7 @@ def _pools(spec: HostSpec, pools: Sequence[Pool], addresses: Mapping[str, str]) 
     served: dict[str, str] = {}
     result: list[_Pool] = []
     for pool in sorted(pools, key=lambda p: p.name):
-        loras = sorted({name for i in pool.instances for name in _loras(i)})
+        loras = sorted({name for i in pool.instances for name in engine.lora_names(i.args)})
         for name in (pool.name, *pool.aliases, *loras):
             if name in served:
                 where = "the LoRA modules" if name in loras else "the `aliases`"
@@ -223,7 +227,7 @@ def _pools(spec: HostSpec, pools: Sequence[Pool], addresses: Mapping[str, str]) 
                         "port": i.port,
                         "max_model_len": length,
                         "limit": spec.settings.gateway.instance_requests or _limit(i),
-                        "loras": sorted(_loras(i)),
+                        "loras": sorted(engine.lora_names(i.args)),
                         "release": i.release,
                         "vllm_version": i.vllm_version,
                     }
@@ -248,20 +252,6 @@ def _limit(instance: PlannedInstance) -> int:
     seqs, ranks = (instance.args.get(k) for k in ("max-num-seqs", "data-parallel-size"))
     together = seqs if isinstance(seqs, int) else UNKNOWN_SEQS
     return math.ceil(together * (ranks if isinstance(ranks, int) else 1) * AT_ONCE)
-
-
-def _loras(instance: PlannedInstance) -> set[str]:
-    """Names of LoRA adapters: `name=path`, or a mapping (also as JSON) with `name`."""
-    given = instance.args.get("lora-modules")
-    names = set()
-    for one in given if isinstance(given, list) else [given]:
-        if isinstance(one, str) and one.lstrip().startswith("{"):
-            one = json.loads(one)
-        if isinstance(one, dict) and isinstance(one.get("name"), str):
-            names.add(one["name"])
-        elif isinstance(one, str) and "=" in one:
-            names.add(one.partition("=")[0])
-    return names
 
 
 def _upstream(name: str) -> str:
@@ -306,15 +296,29 @@ def _addresses(spec: HostSpec, port: int) -> list[str]:
     return [str(port)] + ([f"[::]:{port}"] if ":" in spec.address else [])
 
 
-def _keys(spec: HostSpec, keys: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    digests: dict[str, str] = {}
-    for name, key in keys:
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        if not key or digest in digests:
-            problem = "is empty" if not key else f"is also the key of {digests[digest]!r}"
-            raise ValueError(f"{spec.name}: the API key {name!r} {problem}")
-        digests[digest] = name
-    return [{"name": digests[d], "sha256": d} for d in sorted(digests)]
+def _keys(spec: HostSpec, keys: Sequence[ApiKey]) -> list[dict[str, object]]:
+    """What the gateway knows of each key, by its SHA-256."""
+    found: dict[str, ApiKey] = {}
+    for key in keys:
+        if first := found.get(key.digest):
+            raise ValueError(
+                f"{spec.name}: the API key {key.name!r} is also the key of {first.name!r}"
+            )
+        found[key.digest] = key
+    values = (
+        {
+            "name": key.name,
+            "sha256": digest,
+            "expires": key.ends,
+            "expires_text": key.expires,
+            "models": list(key.models) if key.models is not None else None,
+            "requests_per_minute": key.requests_per_minute,
+            "tokens_per_minute": key.tokens_per_minute,
+            "concurrent": key.concurrent,
+        }
+        for digest, key in sorted(found.items())
+    )
+    return [{name: v for name, v in value.items() if v is not None} for value in values]
 
 
 def _json(**values: object) -> str:

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vllm_fleet import weights
 from vllm_fleet.jsontext import parsed
 from vllm_fleet.placement import Placement, read_placement
 from vllm_fleet.spec.complaints import Complaint, SpecError
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model
+from vllm_fleet.spec.keys_file import read_keys
+from vllm_fleet.spec.model import ApiKey, Fleet, HostSpec, Instance, Model
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Inputs:
     """Texts by the path that the spec writes; locks by the path with its version filled in."""
 
     locks: dict[str, str] = field(default_factory=dict)
-    keys: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # (name, key)
+    keys: dict[str, tuple[ApiKey, ...]] = field(default_factory=dict)
     tls: dict[str, str] = field(default_factory=dict)
     vrrp: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
@@ -33,8 +32,8 @@ class Inputs:
         path = spec.settings.vllm_lock
         return self.locks[lock_path(path, version)] if path else None
 
-    def gateway_keys(self, spec: HostSpec) -> tuple[tuple[str, str], ...]:
-        """(name, key) of the clients of a gateway; empty where it asks for none."""
+    def gateway_keys(self, spec: HostSpec) -> tuple[ApiKey, ...]:
+        """Keys of the clients of a gateway; empty where it asks for none."""
         keys = spec.settings.api_keys
         return self.keys[keys.file] if keys else ()
 
@@ -113,8 +112,10 @@ def read_inputs(fleet: Fleet) -> Inputs:
             inputs.apt_keys[grafana.key_file] = _armoured(root, grafana.key_file)
     for spec in fleet.group("gateway"):
         if keys := spec.settings.api_keys:
-            listed = yaml.safe_load((root / keys.file).read_text(encoding="utf-8"))
-            inputs.keys[keys.file] = tuple((one["name"], one["key"]) for one in listed)
+            read = read_keys(root / keys.file, keys.file)
+            if read.complaints:  # it was changed since the check
+                raise SpecError(read.complaints)
+            inputs.keys[keys.file] = read.keys
         if (shared := spec.settings.gateway.keepalived) and shared.password_file:
             password = (root / shared.password_file).read_text(encoding="utf-8")
             inputs.vrrp[shared.password_file] = password

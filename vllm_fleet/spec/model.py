@@ -8,9 +8,11 @@ refuse unknown keys. Checks that need more than one value of one host are in
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
@@ -25,6 +27,7 @@ INSTANCE_NAME = r"^[a-z0-9][a-z0-9._-]*$"
 VERSION = r"^\d+\.\d+(\.\d+)?(\.?(post|rc|dev)\d+)?$"
 COMMIT = re.compile(r"^[0-9a-f]{40}$")
 CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d{0,3})\s*x\s*(?P<kind>\S.*)$")
+_MOMENT = re.compile(r"^\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)?)?$", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -338,6 +341,11 @@ class Gateway(Settings):
     longest_answer: Seconds = Field(
         3600, description="Longest time an answer may take; also bounds reloads and drains."
     )
+    stalled_client_seconds: Seconds = Field(
+        60,
+        description="How long a client may take nothing of its answer before it is cut off, "
+        "which also ends the engine's work.",
+    )
     max_body_mib: Annotated[int, Field(ge=1)] = Field(
         64, description="Largest request body in MiB (images, long prompts)."
     )
@@ -358,9 +366,101 @@ class ApiKeys(Settings):
     """Keys that clients show to the gateway."""
 
     file: OneLine = Field(
-        description="YAML list of {name, key} on the operator's machine, beside group_vars.",
+        description="YAML list of keys on the operator's machine, beside group_vars; its entries "
+        "are explained in docs/settings.md.",
         examples=["secrets/keys.yml"],
     )
+
+
+_Key = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$"), Wants("visible ASCII without spaces")]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9A-Fa-f]{64}$"), Wants("a SHA-256 in hex, 64 digits")]
+_Moment = Annotated[
+    str, Wants('a date such as "2030-12-31", or a time such as "2030-12-31T18:00:00+08:00"')
+]
+
+
+class ApiKey(Settings):
+    """One entry of the file that `api_keys.file` names: a key of clients and what it may do."""
+
+    name: Annotated[
+        str,
+        Field(pattern=r"^[\x21-\x7e]{1,64}$"),
+        Wants("at most 64 visible ASCII characters without spaces"),
+    ] = Field(
+        description="Whose key it is; stands in logs and metrics. Each name once.",
+        examples=["team-a"],
+    )
+    key: _Key | None = Field(
+        None, description="The key itself; or give its `sha256`.", examples=["a-long-random-text"]
+    )
+    sha256: _Sha256 | None = Field(
+        None,
+        description="SHA-256 of the key in hex, so that the key itself need be kept nowhere.",
+        examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"],
+    )
+    expires: _Moment | None = Field(
+        None,
+        description="Last day (UTC) on which the key is good, or the moment at which it ends.",
+        examples=["2030-12-31"],
+    )
+    models: Annotated[tuple[OneLine, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="Names or aliases of the models it is for; null: all.",
+        examples=[["glm-4.5-air"]],
+    )
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Requests a minute through one gateway; null: any.", examples=[600]
+    )
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Tokens a minute, prompts and answers, through one gateway; null: any.",
+        examples=[200000],
+    )
+    concurrent: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Requests at once through one gateway; null: any.", examples=[32]
+    )
+
+    @field_validator("expires")
+    @classmethod
+    def _expires(cls, value: str | None) -> str | None:
+        if value is not None:
+            moment(value)
+        return value
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the key in hex, given or made."""
+        return self.sha256.lower() if self.sha256 is not None else digest_of(self.key or "")
+
+    @property
+    def ends(self) -> int | None:
+        """The moment from which the key is refused, in seconds of Unix time."""
+        return None if self.expires is None else moment(self.expires)
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key in hex."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def moment(text: str) -> int:
+    """Unix time of the end of a day (UTC), or of a time; one without a zone is UTC.
+
+    Raises ValueError, in words for an operator.
+    """
+    try:
+        if not _MOMENT.match(text):
+            raise ValueError
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            'must be a date such as "2030-12-31", or a time such as "2030-12-31T18:00:00+08:00"'
+        ) from None
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
+    if len(text) == len("2030-12-31"):
+        found += timedelta(days=1)
+    return int(found.timestamp())
 
 
 class Grafana(Settings):

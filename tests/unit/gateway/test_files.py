@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +14,12 @@ from tests.unit.gateway.fleet import pool, spec, varied
 from vllm_fleet import gateway, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import Pool
+from vllm_fleet.spec.model import ApiKey
 
-KEYS = (("team-b", "sk-bbb"), ("team-a", "sk-aaa"))
+KEYS = (
+    ApiKey(name="team-b", key="sk-bbb", expires="2030-12-31", models=("m",), concurrent=2),
+    ApiKey(name="team-a", key="sk-aaa"),
+)
 
 
 def by_path(files: list[ManagedFile]) -> dict[str, ManagedFile]:
@@ -44,7 +49,17 @@ def test_keys_are_never_written() -> None:
     assert not [f.path for f in files if "sk-aaa" in f.content]
     keys = by_path(files)[f"{gateway.ETC}/keys.json"]
     assert (keys.mode, keys.owner, keys.group, keys.secret) == (0o640, "root", "www-data", True)
-    assert {k["name"] for k in json.loads(keys.content)["keys"]} == {"team-a", "team-b"}
+    data = json.loads(keys.content)
+    assert data["required"] is True
+    by_name = {k.pop("name"): k for k in data["keys"]}
+    assert by_name["team-a"] == {"sha256": hashlib.sha256(b"sk-aaa").hexdigest()}
+    assert by_name["team-b"] == {
+        "sha256": hashlib.sha256(b"sk-bbb").hexdigest(),
+        "expires": 1924992000,
+        "expires_text": "2030-12-31",
+        "models": ["m"],
+        "concurrent": 2,
+    }
 
 
 def test_a_pool_is_an_upstream_with_its_instances() -> None:
@@ -152,12 +167,10 @@ def test_adapters_of_all_forms() -> None:
             "gw-01: the name 'a' is served by 'a' and by 'b'; take it from the LoRA modules of one",
         ),
         (
-            lambda: gateway.files(spec(), [], {}, [("x", "same"), ("y", "same")]),
+            lambda: gateway.files(
+                spec(), [], {}, [ApiKey(name="x", key="same"), ApiKey(name="y", key="same")]
+            ),
             "gw-01: the API key 'y' is also the key of 'x'",
-        ),
-        (
-            lambda: gateway.files(spec(), [], {}, [("x", "")]),
-            "gw-01: the API key 'x' is empty",
         ),
         (
             lambda: gateway.files(spec(listen=9145), [], {}, ()),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
+from vllm_fleet import gateway
 from vllm_fleet.gateway import keepalived
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.placement import Placed, Placement
@@ -258,6 +259,21 @@ def test_grafana_comes_from_the_source_that_is_named(tmp_path: Path) -> None:
     assert "BEGIN PGP" in files["/etc/apt/keyrings/grafana.asc"]
     assert any(s.unit == "grafana-server.service" for s in plan.monitoring_services)
     assert not plan.notices
+
+
+def test_new_keys_alone_reload_no_gateway(tmp_path: Path) -> None:
+    """nginx's workers read keys.json themselves, and a reload makes new workers."""
+
+    def routed(keys: str) -> tuple[str, str]:
+        (tmp_path / "keys.yml").write_text(keys)
+        found = fleet(tmp_path, gateway="api_keys: {file: keys.yml}\n")
+        plan = plan_fleet(found, states(found), read_inputs(found))["gw-1"]
+        (file,) = [file for file in plan.files if file.path == gateway.KEYS]
+        return file.content, plan.gateway_services[0].reloads
+
+    before, after = routed("- {name: a, key: x}\n"), routed("- {name: a, key: y}\n")
+    assert before[0] != after[0]
+    assert before[1] == after[1]
 
 
 def test_every_host_is_told_of_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 local answer = require "fleet.answer"
 local config = require "fleet.config"
+local keys = require "fleet.keys"
 local metrics = require "fleet.metrics"
 local near = require "fleet.near"
 local page = require "fleet.page"
@@ -22,14 +23,17 @@ local function model(name, pool)
     type(pool.max_model_len) == "number" and string.format("%d", pool.max_model_len) or "null")
 end
 
--- GET /v1/models: every name that clients may use, from what was deployed, not from who is up.
+-- GET /v1/models: every name that the client's key is for; from what was deployed, not from who is
+-- up.
 function M.models()
-  proxy.allow("GET")
+  local key = proxy.allow("GET")
   local out = {}
   for _, pool in ipairs(config.pools()) do
-    out[#out + 1] = model(pool.name, pool)
-    for _, alias in ipairs(pool.aliases) do
-      out[#out + 1] = model(alias, pool)
+    if keys.may_use(key, pool) then
+      out[#out + 1] = model(pool.name, pool)
+      for _, alias in ipairs(pool.aliases) do
+        out[#out + 1] = model(alias, pool)
+      end
     end
     for _, adapter in ipairs(pool.loras) do
       out[#out + 1] = model(adapter, pool)
@@ -40,11 +44,14 @@ end
 
 -- GET /v1/models/{id}
 function M.model()
-  proxy.allow("GET")
+  local key = proxy.allow("GET")
   local name = ngx.var.uri:match("^/v1/models/(.+)$")
   local pool = config.pool(name)
   if not pool then
     return answer.error(404, "The model `" .. name:sub(1, 128) .. "` does not exist.", "model")
+  end
+  if not keys.may_use(key, pool, name) then
+    return keys.refuse_model(key, pool, name)
   end
   return answer.json(200, model(name, pool))
 end

@@ -80,6 +80,16 @@ function M.busy(message, seconds)
   return M.error(429, message)
 end
 
+-- 429 for what is too much now, for so many seconds; or, without them, for good.
+function M.busy(message, seconds)
+  if seconds then
+    ngx.header["Retry-After"] = seconds
+  else
+    ngx.header["x-should-retry"] = "false"  -- known to OpenAI's clients
+  end
+  return M.error(429, message)
+end
+
 -- In the location of nginx's own errors.
 function M.nginx_error()
   local status = ngx.status >= 400 and ngx.status or 500

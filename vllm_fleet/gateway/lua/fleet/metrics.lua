@@ -85,6 +85,13 @@ function M.count(name, labels, by)
   end
 end
 
+-- Tokens of one request, for chargeback.
+function M.tokens(pool, key, prompt, completion)
+  local labels = string.format('pool="%s",key="%s",', escape(pool), escape(key))
+  M.count(TOKENS, labels .. 'kind="prompt"', prompt)
+  M.count(TOKENS, labels .. 'kind="completion"', completion)
+end
+
 -- Labels of a pool, and of one of its instances; built once for each.
 local built = {}
 local function labels_of(pool, instance)

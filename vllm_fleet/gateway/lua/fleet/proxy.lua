@@ -12,11 +12,13 @@ local answer = require "fleet.answer"
 local config = require "fleet.config"
 local gauge = require "fleet.gauge"
 local keys = require "fleet.keys"
+local limits = require "fleet.limits"
 local logged = require "fleet.logged"
 local metrics = require "fleet.metrics"
 local pools = require "fleet.pool"
 local queue = require "fleet.queue"
 local scan = require "fleet.scan"
+local usage = require "fleet.usage"
 
 local M = {}
 
@@ -152,7 +154,7 @@ local function check_length(pool, text, found)
   end
 end
 
--- Whether path, method and key are in order; answers where not.
+-- The key that a request shows, where path, method and key are in order; answers where not.
 function M.allow(method)
   -- The path as sent must be the path that nginx matched: no escapes, no //, no dots.
   if ngx.var.request_uri:match("^[^?]*") ~= ngx.var.uri then
@@ -163,19 +165,17 @@ function M.allow(method)
     ngx.header["Allow"] = method
     return answer.error(405, "Only " .. method .. " is allowed here.")
   end
-  local name = keys.name()
-  if not name then
-    ngx.header["WWW-Authenticate"] = "Bearer"
-    return answer.error(401, "No API key, or one that this gateway does not know. Send it as "
-                             .. "`Authorization: Bearer KEY`.")
+  local key, why, expired = keys.find()
+  if not key then
+    return keys.refuse(why, expired)
   end
-  ngx.var.fleet_key = name
-  return true
+  ngx.var.fleet_key = key.name
+  return key
 end
 
 -- Content of the client's location. The order is what costs least first, and what is charged last.
 function M.admit()
-  M.allow("POST")
+  local key = M.allow("POST")
   local asked, path = pool_asked()
   local text, err = body()
   if not text then
@@ -195,10 +195,24 @@ function M.admit()
   ngx.var.fleet_upstream = pool.upstream
   check_length(pool, text, found)
   local answers = ANSWERS[path] and config.settings().answer_tokens or 0
+  if not keys.may_use(key, pool, found.model) then
+    return keys.refuse_model(key, pool, found.model)
+  end
+  local estimate, prompt = usage.estimate(path, found)
+  local ok, message, retry_after = limits.admit(key, estimate)
+  if not ok then
+    return answer.busy(message, retry_after)
+  end
+  local with_usage = usage.ask(path, found, text)
+  if with_usage then
+    text = with_usage
+    ngx.req.set_body_data(text)
+  end
   live[ngx.var.request_id] = {
-    pool = pool.name, key = {name = ngx.var.fleet_key}, bytes = #text,
+    pool = pool.name, key = key, estimate = estimate, prompt = prompt,
+    hide = with_usage ~= nil, bytes = #text,
     lora = config.is_adapter(pool, found.model) and found.model or nil,
-    estimate = found.tokens + MEDIUM * found.media, max_tokens = found.max_tokens,
+    max_tokens = found.max_tokens,
     stream = found.stream, include_usage = found.include_usage,
     need = math.ceil(found.longest * SLACK) + MEDIUM * found.media + (found.max_tokens or answers),
     affinity = affinity_of(found),
@@ -415,7 +429,42 @@ function M.answered()
   local request = live[ngx.var.request_id]
   if request and request.instance then
     pools.worked(request.instance)
+    request.answer = usage.head(request.hide)
+    request.ends = ngx.now() + config.settings().longest_answer
+    ngx.ctx.request = request
   end
+end
+
+-- Body filter of @fleet_proxy: a piece of the answer.
+function M.piece()
+  local request = ngx.ctx.request
+  if not request then
+    return
+  end
+  if ngx.now() > request.ends then
+    -- A client that takes the answer drop by drop must not keep the engine's work for ever.
+    ngx.log(ngx.ERR, "vllm-fleet: ", request.instance.id, ": an answer took longer than "
+            .. "gateway.longest_answer and was cut off")
+    return ngx.ERROR
+  end
+  local piece = ngx.arg[1]
+  local out = usage.body(request.answer, piece, ngx.arg[2])
+  if out ~= piece then
+    ngx.arg[1] = out
+  end
+end
+
+-- An admitted request has ended: settle what it cost.
+local function book(request)
+  local key = request.key
+  local prompt, completion = usage.cost(request.answer, ngx.status, request.instance ~= nil,
+                                        request.estimate, request.prompt)
+  limits.settle(key, request.estimate, prompt + completion)
+  if prompt + completion > 0 then
+    metrics.tokens(request.pool, key.name, prompt, completion)
+  end
+  ngx.var.fleet_prompt_tokens = string.format("%d", prompt)
+  ngx.var.fleet_completion_tokens = string.format("%d", completion)
 end
 
 -- Log phase of every request: give back what it held, count it, and fill the access log's fields.
@@ -427,6 +476,7 @@ function M.log()
     queue.leave(request)
     wait_ends(request)
     instance = request.instance or request.last
+    book(request)
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
     ngx.var.fleet_tried = table.concat(request.tries, ", ")
