@@ -87,8 +87,8 @@ def test_pool_by_path_and_header(engines: list[Engine]) -> None:
                 assert b.hits[-1].body == got
                 assert b.hits[-1].path == "/v1/chat/completions?x=%20y"
                 assert "x-fleet-pool" not in b.hits[-1].headers
-        assert nginx.ask("POST", "/pools/uno/v1/completions", b"{}")[0] == 200
-        assert nginx.access()[-1]["pool"] == "one"
+        status, got, _ = nginx.ask("POST", "/pools/uno/v1/completions", b"{}")
+        assert (status, nginx.logged(got["x-request-id"])["pool"]) == (200, "one")
         missing = error(404, "The model `three` does not exist.", "NotFoundError", "model")
         for where, headers in (
             ("/pools/three/v1/chat/completions", {}),
@@ -127,6 +127,9 @@ def test_adapters_go_to_the_instances_that_have_them(engines: list[Engine]) -> N
         assert {nginx.chat("chat")[2]["engine"] for _ in range(6)} == {"a", "b"}
         assert engines[0].hits[-1].json["model"] in ("sql", "chat")
         assert nginx.chat("law")[0] == 404
+        for sent in (b"{}", b'{"x":1}', b'{"model":null}', b'{"model":"m"}', b'{"model":"sql"}'):
+            assert nginx.ask("POST", "/pools/sql/v1/completions", sent)[0] == 200
+            assert engines[0].hits[-1].json == {**json.loads(sent), "model": "sql"}
         listed = json.loads(nginx.ask("GET", "/v1/models")[2])["data"]
         assert [(m["id"], m["root"], m["parent"]) for m in listed] == [
             ("m", "m", None),
