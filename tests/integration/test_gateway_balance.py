@@ -223,7 +223,7 @@ def test_too_long_for_every_instance(mixed: Nginx, engines: list[Engine]) -> Non
 @pytest.mark.parametrize("by", ["header", "prefix"])
 def test_conversations_stay_at_one_instance(by: str) -> None:
     with engines_of(4) as four, running([pool("m", ports(four))], affinity="prefix") as nginx:
-        where = []
+        where: list[str] = []
         for session in range(24):
             messages = [{"role": "system", "content": "You are of help. " * 100}]
             found = set()
@@ -546,23 +546,21 @@ class Load:
             self._stop.wait(0.02)
 
 
-def restart_in_turn(nginx: Nginx, marks: Marks, engines: list[Engine], down: float) -> None:
-    """Drain, stop, start and return of each instance."""
-    for number, engine in enumerate(engines, 1):
-        instance = f"gpu-0{number}/m-{number}"
-        time.sleep(0.5)
-        marks("drain", instance)
-        wait_for(lambda i=instance: nginx.instances()[i]["in_flight"] == 0, 20)
-        engine.ready = False
-        engine.stop()
-        time.sleep(down)
-        engine.start()
-        assert len(engine.hits) > 0
-        engine.ready = True
-        wait_for(lambda i=instance: nginx.instances()[i]["ready"])
-        marks("undrain", instance)
-        hits = len(engine.hits)
-        wait_for(lambda e=engine, n=hits: len(e.hits) > n)
+def restart(nginx: Nginx, marks: Marks, number: int, engine: Engine, down: float) -> None:
+    """Drain, stop, start and return of one instance."""
+    instance = f"gpu-0{number}/m-{number}"
+    marks("drain", instance)
+    wait_for(lambda: nginx.instances()[instance]["in_flight"] == 0, 20)
+    engine.ready = False
+    engine.stop()
+    time.sleep(down)
+    engine.start()
+    engine.ready = True
+    wait_for(lambda: nginx.instances()[instance]["ready"])
+    before = len(engine.hits)
+    assert before > 0
+    marks("undrain", instance)
+    wait_for(lambda: len(engine.hits) > before)
 
 
 @pytest.mark.parametrize("count", [2, 1], ids=["two", "one, held"])
@@ -571,7 +569,9 @@ def test_restart_of_each_instance_under_load(count: int) -> None:
         for engine in some:
             engine.chunk_gap, engine.chunks, engine.first_byte = 0.05, 10, 0.03
         with Load(nginx) as load:
-            restart_in_turn(nginx, marks, some, down=1.5)
+            for number, engine in enumerate(some, 1):
+                time.sleep(0.5)
+                restart(nginx, marks, number, engine, down=1.5)
             time.sleep(0.5)
         assert load.failed == []
         assert load.answered > 50
