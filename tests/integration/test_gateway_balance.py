@@ -88,8 +88,8 @@ def test_pool_by_path_and_header(engines: list[Engine]) -> None:
                 assert b.hits[-1].body == got
                 assert b.hits[-1].path == "/v1/chat/completions?x=%20y"
                 assert "x-fleet-pool" not in b.hits[-1].headers
-        assert nginx.ask("POST", "/pools/uno/v1/completions", b"{}")[0] == 200
-        wait_for(lambda: nginx.access()[-1]["pool"] == "one")
+        status, got, _ = nginx.ask("POST", "/pools/uno/v1/completions", b"{}")
+        assert (status, nginx.logged(got["x-request-id"])["pool"]) == (200, "one")
         missing = error(404, "The model `three` does not exist.", "NotFoundError", "model")
         for where, headers in (
             ("/pools/three/v1/chat/completions", {}),
@@ -128,6 +128,9 @@ def test_adapters_go_to_the_instances_that_have_them(engines: list[Engine]) -> N
         assert {nginx.chat("chat")[2]["engine"] for _ in range(6)} == {"a", "b"}
         assert engines[0].hits[-1].json["model"] in ("sql", "chat")
         assert nginx.chat("law")[0] == 404
+        for sent in (b"{}", b'{"x":1}', b'{"model":null}', b'{"model":"m"}', b'{"model":"sql"}'):
+            assert nginx.ask("POST", "/pools/sql/v1/completions", sent)[0] == 200
+            assert engines[0].hits[-1].json == {**json.loads(sent), "model": "sql"}
         listed = json.loads(nginx.ask("GET", "/v1/models")[2])["data"]
         assert [(m["id"], m["root"], m["parent"]) for m in listed] == [
             ("m", "m", None),
@@ -221,7 +224,7 @@ def test_too_long_for_every_instance(mixed: Nginx, engines: list[Engine]) -> Non
 @pytest.mark.parametrize("by", ["header", "prefix"])
 def test_conversations_stay_at_one_instance(by: str) -> None:
     with engines_of(4) as four, running([pool("m", ports(four))], affinity="prefix") as nginx:
-        where = []
+        where: list[str] = []
         for session in range(24):
             messages = [{"role": "system", "content": "You are of help. " * 100}]
             found = set()
@@ -544,23 +547,21 @@ class Load:
             self._stop.wait(0.02)
 
 
-def restart_in_turn(nginx: Nginx, marks: Marks, engines: list[Engine], down: float) -> None:
-    """Drain, stop, start and return of each instance."""
-    for number, engine in enumerate(engines, 1):
-        instance = f"gpu-0{number}/m-{number}"
-        time.sleep(0.5)
-        marks("drain", instance)
-        wait_for(lambda i=instance: nginx.instances()[i]["in_flight"] == 0, 20)
-        engine.ready = False
-        engine.stop()
-        time.sleep(down)
-        engine.start()
-        assert len(engine.hits) > 0
-        engine.ready = True
-        wait_for(lambda i=instance: nginx.instances()[i]["ready"])
-        marks("undrain", instance)
-        hits = len(engine.hits)
-        wait_for(lambda e=engine, n=hits: len(e.hits) > n)
+def restart(nginx: Nginx, marks: Marks, number: int, engine: Engine, down: float) -> None:
+    """Drain, stop, start and return of one instance."""
+    instance = f"gpu-0{number}/m-{number}"
+    marks("drain", instance)
+    wait_for(lambda: nginx.instances()[instance]["in_flight"] == 0, 20)
+    engine.ready = False
+    engine.stop()
+    time.sleep(down)
+    engine.start()
+    engine.ready = True
+    wait_for(lambda: nginx.instances()[instance]["ready"])
+    before = len(engine.hits)
+    assert before > 0
+    marks("undrain", instance)
+    wait_for(lambda: len(engine.hits) > before)
 
 
 @pytest.mark.parametrize("count", [2, 1], ids=["two", "one, held"])
@@ -569,7 +570,9 @@ def test_restart_of_each_instance_under_load(count: int) -> None:
         for engine in some:
             engine.chunk_gap, engine.chunks, engine.first_byte = 0.05, 10, 0.03
         with Load(nginx) as load:
-            restart_in_turn(nginx, marks, some, down=1.5)
+            for number, engine in enumerate(some, 1):
+                time.sleep(0.5)
+                restart(nginx, marks, number, engine, down=1.5)
             time.sleep(0.5)
         assert load.failed == []
         assert load.answered > 50

@@ -108,14 +108,23 @@ local function pool_of(asked, found)
   return config.pool(found.model) or no_such_model(found.model)
 end
 
--- The body with the pool's own name as `model`, and what the scanner finds in it: where path or
--- header chose the pool, the engine would refuse a name that it does not serve.
-local function renamed(text, found, pool)
-  if found.kind == "missing" or found.model and config.pool(found.model) == pool then
+-- The body as the engine is to see it where path or header chose the pool, and what the scanner
+-- finds in it: the engine would refuse a `model` that it does not serve, and where an adapter was
+-- asked for, it must be told so.
+local function renamed(text, found, pool, asked)
+  local wanted = config.is_adapter(pool, asked) and asked
+  if found.model and config.pool(found.model) == pool and (not wanted or found.model == wanted) then
     return text, found
+  elseif found.model_from and (found.kind ~= "missing" or wanted) then
+    text = text:sub(1, found.model_from - 1) .. answer.quote(wanted or pool.name)
+        .. text:sub(found.model_to + 1)
+  elseif wanted then
+    text = text:gsub("{(%s*}?)", function(rest)
+      return '{"model":' .. answer.quote(wanted) .. (rest:find("}", 1, true) and "" or ",") .. rest
+    end, 1)
+  else
+    return text, found  -- none: the engine serves its model
   end
-  text = text:sub(1, found.model_from - 1) .. answer.quote(pool.name)
-      .. text:sub(found.model_to + 1)
   ngx.req.set_body_data(text)
   return text, scan.request(text)
 end
@@ -188,7 +197,7 @@ function M.admit()
   local found = scan.request(text)
   local pool = pool_of(asked, found)
   if asked then
-    text, found = renamed(text, found, pool)
+    text, found = renamed(text, found, pool, asked)
     ngx.req.set_uri(path)
   end
   ngx.var.fleet_pool = pool.name
