@@ -8,11 +8,12 @@ refuse unknown keys. Checks that need more than one value of one host are in
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Task = Literal["chat", "embed", "rerank"]
 Source = Literal["modelscope", "huggingface", "path"]
@@ -62,6 +63,27 @@ EnvName = Annotated[
     str,
     Field(pattern=r"^[A-Z_][A-Z0-9_]*$"),
     Wants('a variable name of capital letters, digits and "_"'),
+]
+
+
+def _network(value: str) -> str:
+    try:
+        ipaddress.ip_network(value, strict=False)
+    except ValueError:
+        raise ValueError("must be an IP address or network") from None
+    return value
+
+
+Network = Annotated[
+    str,
+    AfterValidator(_network),
+    Wants('an IP address or network such as "10.0.0.0/24"'),
+]
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
+DnsName = Annotated[
+    str,
+    Field(pattern=rf"^(\*\.)?{_LABEL}(\.{_LABEL})*$"),
+    Wants("a DNS name"),
 ]
 
 
@@ -230,11 +252,58 @@ class Hub(Settings):
     )
 
 
-class Tls(Settings):
-    """Certificate of the gateway: files on the operator's machine."""
+class Acme(Settings):
+    """Certificate fetched and renewed on the gateway by certbot, proved over port 80."""
 
-    certificate: OneLine = Field(description="PEM chain.", examples=["secrets/gateway.pem"])
-    key: OneLine = Field(description="PEM key.", examples=["secrets/gateway.key"])
+    email: OneLine = Field(
+        description="Where the authority writes to.", examples=["ops@example.com"]
+    )
+    directory: Annotated[
+        str,
+        Field(pattern=r"^https://[^\s\"'\\]+$"),
+        Wants("an address that begins with https://"),
+    ] = Field(
+        "https://acme-v02.api.letsencrypt.org/directory",
+        description="Directory of the authority; your own for names inside.",
+        examples=["https://ca.internal/acme/directory"],
+    )
+    domains: tuple[DnsName, ...] = Field(
+        min_length=1,
+        description="Names in the certificate; each must lead to this gateway's port 80.",
+        examples=[["llm.example.com"]],
+    )
+
+
+class Tls(Settings):
+    """Certificate of the gateway: files of yours, files on the host, or ACME; one of the three."""
+
+    certificate: OneLine | None = Field(
+        None,
+        description="PEM chain on the operator's machine, the server's certificate first.",
+        examples=["secrets/gateway.pem"],
+    )
+    key: OneLine | None = Field(
+        None,
+        description="PEM key of it, without a passphrase.",
+        examples=["secrets/gateway.key"],
+    )
+    names: tuple[DnsName, ...] = Field(
+        (),
+        description="Names clients use; a certificate that lacks one is refused.",
+        examples=[["llm.example.com"]],
+    )
+    host_certificate: Path | None = Field(
+        None,
+        description="PEM chain on the gateway itself, where something else renews it; nginx is "
+        "reloaded when it changes.",
+        examples=["/etc/ssl/llm/fullchain.pem"],
+    )
+    host_key: Path | None = Field(
+        None,
+        description="PEM key of it, on the gateway.",
+        examples=["/etc/ssl/llm/privkey.pem"],
+    )
+    acme: Acme | None = Field(None, description="Fetched and renewed by certbot.")
 
 
 class Gateway(Settings):
@@ -253,6 +322,15 @@ class Gateway(Settings):
     )
     max_body_mib: Annotated[int, Field(ge=1)] = Field(
         64, description="Largest request body in MiB (images, long prompts)."
+    )
+    connections_per_address: Annotated[int, Field(ge=1)] | None = Field(
+        1000,
+        description="Requests at once from one client address, the rest get 429; null: no limit.",
+    )
+    connections_unlimited: tuple[Network, ...] = Field(
+        (),
+        description="Addresses and networks without that limit, such as a load balancer's.",
+        examples=[["10.0.0.5", "10.1.0.0/16"]],
     )
 
 
@@ -343,6 +421,16 @@ class HostSettings(Settings):
     )
     hold_driver_packages: bool = Field(
         True, description="Keep unattended upgrades away from the GPU driver's packages."
+    )
+    firewall: bool = Field(
+        True,
+        description="Close the instances' ports to all but gateways, monitoring and the host "
+        "itself, by a table of nftables of our own.",
+    )
+    firewall_allow: tuple[Network, ...] = Field(
+        (),
+        description="Further addresses and networks that may reach the instances' ports.",
+        examples=[["10.0.9.0/24"]],
     )
     address: OneLine | None = Field(
         None,
