@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Literal
 
 from cryptography import x509
@@ -93,7 +94,7 @@ def _chain(
             listed = ", ".join(covered) or "no name"
             text = f'is for {listed}, not for "{name}"; have one issued that holds it, or '
             yield Problem("certificate", text + "take it from gateway.tls.names")
-    for one, issuer in zip(certificates, certificates[1:], strict=False):
+    for one, issuer in pairwise(certificates):
         if one.issuer != issuer.subject:
             text = (
                 f"{_name(one)} is not signed by the one after it, {_name(issuer)}; put the "

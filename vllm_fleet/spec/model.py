@@ -41,6 +41,11 @@ Path = Annotated[
     Field(pattern=r"^/[^\x00\n\r]*$"),
     Wants("an absolute path in one line"),
 ]
+PlainPath = Annotated[
+    str,
+    Field(pattern=r"^/[A-Za-z0-9._/@:+-]*$"),
+    Wants('an absolute path of letters, digits, ".", "_", "-", "+", "@" and ":"'),
+]
 OneLine = Annotated[
     str,
     Field(min_length=1, pattern=r"^[^\x00\n\r]+$"),
@@ -292,13 +297,13 @@ class Tls(Settings):
         description="Names clients use; a certificate that lacks one is refused.",
         examples=[["llm.example.com"]],
     )
-    host_certificate: Path | None = Field(
+    host_certificate: PlainPath | None = Field(
         None,
         description="PEM chain on the gateway itself, where something else renews it; nginx is "
         "reloaded when it changes.",
         examples=["/etc/ssl/llm/fullchain.pem"],
     )
-    host_key: Path | None = Field(
+    host_key: PlainPath | None = Field(
         None,
         description="PEM key of it, on the gateway.",
         examples=["/etc/ssl/llm/privkey.pem"],

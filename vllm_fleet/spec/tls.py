@@ -59,9 +59,7 @@ def _way(found: Findings, host: LoadedHost, tls: Tls) -> None:
             found.say(at, text)
 
 
-def _files(
-    found: Findings, warnings: Findings, loaded: Loaded, host: LoadedHost, tls: Tls
-) -> None:
+def _files(found: Findings, warnings: Findings, loaded: Loaded, host: LoadedHost, tls: Tls) -> None:
     """The pair on this machine; what cannot be read was complained of already."""
     if not (tls.certificate and tls.key):
         return
