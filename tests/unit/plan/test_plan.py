@@ -21,6 +21,7 @@ def plans(root: Path, inputs: Inputs | None = None, **changes: Any) -> dict[str,
 
 def settled(plan: HostPlan) -> dict[str, Any]:
     """Changes that make a state be what a plan wants."""
+    services = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
     return {
         "packages": dict.fromkeys(plan.packages, "1"),
         "manifest": {f.path: f.sha256 for f in plan.files},
@@ -37,12 +38,9 @@ def settled(plan: HostPlan) -> dict[str, Any]:
         },
         "units": {
             **{i.unit: unit() for i in plan.instances},
-            **{s.unit: unit() for s in (*plan.gateway_services, *plan.monitoring_services)},
+            **{s.unit: unit() for s in services},
         },
-        "loaded": {
-            s.unit: f"{s.restarts}:{s.reloads}"
-            for s in (*plan.gateway_services, *plan.monitoring_services)
-        },
+        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in services},
         "instances": {
             i.name: {"running": plan.checksums[i.name], "ready": True, "release": i.release}
             for i in plan.instances
