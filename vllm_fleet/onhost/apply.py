@@ -103,10 +103,14 @@ def remove(path: str) -> None:
         folder = os.path.dirname(folder)
 
 
-def refused_by(checks: Sequence[Dict[str, Any]], changed: Sequence[str]) -> Optional[str]:
-    """What the first failing check said, or None."""
+def refused_by(
+    checks: Sequence[Dict[str, Any]], changed: Sequence[str], removed: Sequence[str]
+) -> Optional[str]:
+    """What the first failing check said, or None; a check of a file that is removed is left out."""
     for check in checks:
         if not any(path.startswith(tuple(check["paths"])) for path in changed):
+            continue
+        if set(check["command"]) & set(removed):
             continue
         if shutil.which(check["command"][0]) is None:
             return f"{check['command'][0]}: not installed on this host"
@@ -162,7 +166,7 @@ def apply(order: Dict[str, Any]) -> Optional[str]:
             )
         for path in order["remove"]:
             remove(path)
-        refusal = refused_by(order["checks"], changed)
+        refusal = refused_by(order["checks"], changed, order["remove"])
     except (OSError, KeyError) as error:
         refusal = str(error)
     if refusal:

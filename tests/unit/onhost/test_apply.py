@@ -74,6 +74,18 @@ def test_a_check_of_other_paths_is_not_run(tmp_path: Path) -> None:
     assert apply.apply(order((tmp_path / "a", "x"), checks=[check])) is None
 
 
+def test_a_file_that_goes_is_not_checked(tmp_path: Path) -> None:
+    """As the configuration of a daemon that left the plan; what stays is checked still."""
+    gone, stays = tmp_path / "gone.conf", tmp_path / "stays.conf"
+    assert apply.apply(order((gone, "x"), (stays, "y"))) is None
+    of_gone = {"paths": [str(tmp_path)], "command": ["grep", "-q", "x", str(gone)]}
+    of_stays = {"paths": [str(tmp_path)], "command": ["grep", "-q", "never", str(stays)]}
+    assert apply.apply(order(remove=(gone,), checks=[of_gone, of_stays])) is not None
+    assert gone.exists()
+    assert apply.apply(order(remove=(gone,), checks=[of_gone])) is None
+    assert not gone.exists()
+
+
 def test_a_missing_checker_refuses(tmp_path: Path) -> None:
     check = {"paths": [str(tmp_path)], "command": ["no-such-checker"]}
     assert "not installed" in str(apply.apply(order((tmp_path / "a", "x"), checks=[check])))

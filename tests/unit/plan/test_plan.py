@@ -285,3 +285,39 @@ def test_what_a_renderer_refuses_names_the_host(tmp_path: Path) -> None:
     unresolved = found.model_copy(update={"hosts": hosts})
     with pytest.raises(Refusal, match=r"gpu-2.*gpu-2\.lan"):
         plan_fleet(unresolved, states(unresolved), Inputs())
+
+
+ACME = "gateway: {listen: 443, tls: {acme: {email: a@b.c, domains: [llm.example.com]}}}\n"
+
+
+def test_a_certificate_is_fetched_once_and_again_for_other_names(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway=ACME)
+    plan = plan_fleet(found, states(found), Inputs())["gw-1"]
+    assert {"certbot", "openssl"} <= set(plan.packages)
+    assert "certbot.timer" in [s.unit for s in plan.gateway_services]
+    wanted = plan.missing_certificate
+    assert wanted is not None
+    there = {"loaded": {wanted.name: wanted.checksum}}
+    again = plan_fleet(found, states(found, gw_1=there), Inputs())["gw-1"]
+    assert again.acme == wanted
+    assert again.missing_certificate is None
+    found = fleet(tmp_path, gateway=ACME.replace("[llm", "[chat.example.com, llm"))
+    other = plan_fleet(found, states(found, gw_1=there), Inputs())["gw-1"]
+    assert other.missing_certificate is not None
+
+
+def test_the_port_of_the_proof_must_be_free(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway=ACME)
+    held = {"pid": 7, "user": "root", "command": "apache2", "unit": "apache2.service"}
+    with pytest.raises(Refusal, match="port 80 of the proof for the gateway's certificate is take"):
+        plan_fleet(found, states(found, gw_1={"listening": {"80": held}}), Inputs())
+
+
+def test_a_certificate_on_the_host_is_watched_by_a_unit_of_its_own(tmp_path: Path) -> None:
+    tls = "gateway: {listen: 443, tls: {host_certificate: /etc/a.pem, host_key: /etc/a.key}}\n"
+    found = fleet(tmp_path, gateway=tls)
+    plan = plan_fleet(found, states(found), Inputs())["gw-1"]
+    nginx, watch = plan.gateway_services
+    assert (nginx.unit, watch.unit) == ("nginx.service", "vllm-fleet-tls.path")
+    assert watch.restarts
+    assert plan.acme is None
