@@ -197,6 +197,8 @@ def test_the_ports_of_instances_from_first_deploy_to_removal(site: Site) -> None
 )
 def test_a_ruleset_that_somebody_empties(site: Site, how: str) -> None:
     """Debian's nftables.conf begins with `flush ruleset`. The guard runs each minute by itself."""
+    if "table inet vllm_fleet" not in site.tables():
+        site.deploy()
     site.gpu.sh("systemctl start nftables.service")
     assert site.gpu.sh("systemctl is-active vllm-fleet-firewall-guard.timer").stdout == "active\n"
     site.gpu.sh("systemctl start vllm-fleet-firewall-guard.service", check=False)
