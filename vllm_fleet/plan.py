@@ -14,7 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 
-from vllm_fleet import engine_data, exam, gateway, monitoring, paths, placement, release, weights
+from vllm_fleet import (
+    engine_data,
+    exam,
+    firewall,
+    gateway,
+    monitoring,
+    paths,
+    placement,
+    release,
+    weights,
+)
 from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
@@ -37,6 +47,8 @@ MONITORING_PACKAGES = ("prometheus",)
 NODE_EXPORTER = "prometheus-node-exporter.service"
 GRAFANA = "grafana-server.service"
 JOURNALD = "systemd-journald.service"
+FIREWALL_GUARD = f"{firewall.GUARD}.timer"
+TLS_PATH = f"{gateway.TLS_UNIT}.path"
 
 # Files of others that decide whether a daemon is ours to set up.
 PROMETHEUS_YML = "/etc/prometheus/prometheus.yml"
@@ -96,6 +108,17 @@ class WeightsFetch:
 
 
 @dataclass(frozen=True)
+class AcmeFetch:
+    """A certificate to have from an authority: certbot's words, and what they are asked for."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    checksum: str
+
+    name = "acme"  # of the stamp that holds the checksum of the certificate that is there
+
+
+@dataclass(frozen=True)
 class HostPlan:
     """The wanted state of one host, and what differs from it."""
 
@@ -108,6 +131,8 @@ class HostPlan:
     weights: tuple[WeightsFetch, ...] = ()
     instances: tuple[PlannedInstance, ...] = ()
     checksums: dict[str, str] = field(default_factory=dict)  # running checksum by instance
+    firewall_services: tuple[Service, ...] = ()
+    acme: AcmeFetch | None = None
     gateway_services: tuple[Service, ...] = ()
     monitoring_services: tuple[Service, ...] = ()
     retired: tuple[str, ...] = ()
@@ -135,12 +160,11 @@ class HostPlan:
         return tuple(sorted(path for path in self.state.manifest if path not in wanted))
 
     @property
-    def removed_units(self) -> tuple[str, ...]:
-        """Daemons of ours whose unit goes: they must be stopped first."""
-        units = (
-            re.fullmatch(r"/etc/systemd/system/([^/@]+[.]service)", p) for p in self.removed_files
-        )
-        return tuple(found[1] for found in units if found)
+    def missing_certificate(self) -> AcmeFetch | None:
+        """The certificate to fetch; None where it is there, or none is wanted."""
+        if self.acme and self.state.loaded.get(self.acme.name) != self.acme.checksum:
+            return self.acme
+        return None
 
     @property
     def missing_releases(self) -> tuple[ReleaseBuild, ...]:
@@ -178,6 +202,8 @@ def asked() -> str:
                     *GATEWAY_PACKAGES,
                     *keepalived.PACKAGES,
                     *MONITORING_PACKAGES,
+                    *firewall.PACKAGES,
+                    *gateway.ACME_PACKAGES,
                     *exam.PACKAGES,
                     "grafana",
                 }
@@ -186,9 +212,10 @@ def asked() -> str:
                 *(NGINX, keepalived.UNIT),
                 *(PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD),
                 *exam.UNITS,
+                *(firewall.UNIT, FIREWALL_GUARD, TLS_PATH, gateway.ACME_TIMER),
             ],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
-            "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS],
+            "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE],
         }
     )
 
@@ -243,7 +270,7 @@ def plan_fleet(
         if spec.name in states:
             with _refusing(spec, reasons):
                 plans[spec.name] = _host_plan(
-                    fleet, views[spec.name], instances[spec.name], pools, inputs
+                    fleet, states, views[spec.name], instances[spec.name], pools, inputs
                 )
     for plan in plans.values():
         reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
@@ -320,6 +347,7 @@ def _kept_release(one: Instance, state: HostState | None) -> str | None:
 
 def _host_plan(
     fleet: Fleet,
+    states: Mapping[str, HostState],
     view: HostView,
     instances: tuple[PlannedInstance, ...],
     pools: tuple[Pool, ...],
@@ -329,11 +357,13 @@ def _host_plan(
     settings, monitors = spec.settings, fleet.group("monitoring")
     packages: set[str] = set()
     files: list[ManagedFile] = []
+    firewall_services: list[Service] = []
     gateway_services: list[Service] = []
     monitoring_services: list[Service] = []
     releases: dict[str, ReleaseBuild] = {}
     fetches: dict[str, WeightsFetch] = {}
     notices = view.notices
+    acme: AcmeFetch | None = None
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
         files += [
@@ -362,6 +392,16 @@ def _host_plan(
                     f"instance {one.name} runs {one.release}, group_vars want {build.id}: "
                     "staged; `upgrade.py` moves it"
                 )
+        present = state.texts.get(firewall.FILE)
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present)):
+            files += closed
+            packages |= set(firewall.PACKAGES)
+            # Each is replaced in one step, without a moment in which the ports are open.
+            reload = ("systemctl", "reload", firewall.UNIT)
+            firewall_services += [
+                _service(firewall.UNIT, reloads=closed[:1], reload=reload),
+                _service(FIREWALL_GUARD, restarts=closed[2:]),
+            ]
     if monitors:
         packages.add("prometheus-node-exporter")
         exporter = _exporter(spec, state)
@@ -378,14 +418,24 @@ def _host_plan(
             tls=inputs.certificate(spec),
         )
         files += routed
+        units = f"{gateway.UNITS}/{gateway.TLS_UNIT}."
         gateway_services.append(
             _service(
                 NGINX,
                 # Keys are read as they change, by nginx's workers themselves.
-                reloads=[f for f in routed if f.path != gateway.KEYS],
+                reloads=[
+                    f for f in routed if f.path != gateway.KEYS and not f.path.startswith(units)
+                ],
                 reload=("systemctl", "reload", NGINX),
             )
         )
+        if watching := [f for f in routed if f.path.startswith(units)]:
+            gateway_services.append(_service(TLS_PATH, restarts=watching))
+        if command := gateway.acme_command(spec):
+            packages |= set(gateway.ACME_PACKAGES)
+            gateway_services.append(_service(gateway.ACME_TIMER))
+            wanted = hashlib.sha256("\0".join(command).encode()).hexdigest()
+            acme = AcmeFetch(command, gateway.acme_environment(spec), wanted)
         if shared := keepalived.files(
             spec, fleet.group("gateway"), state.nics, inputs.vrrp_password(spec)
         ):
@@ -448,6 +498,8 @@ def _host_plan(
         weights=tuple(fetches.values()),
         instances=instances,
         checksums={one.name: vllm.running_checksum(one) for one in instances},
+        firewall_services=tuple(firewall_services),
+        acme=acme,
         gateway_services=tuple(gateway_services),
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),

@@ -29,6 +29,7 @@ from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available, wait_for
 from tests.unit.gateway.fleet import pool, varied
 from vllm_fleet import gateway
+from vllm_fleet.spec.model import ApiKey
 
 pytestmark = [
     pytest.mark.integration,
@@ -351,7 +352,7 @@ def test_owners_take_turns(engines: list[Engine]) -> None:
     """One owner has thirty requests in the queue; three of another do not wait for them."""
     a = engines[0]
     a.first_byte = 0.1
-    keys = (("batch", "sk-batch"), ("person", "sk-person"))
+    keys = (ApiKey(name="batch", key="sk-batch"), ApiKey(name="person", key="sk-person"))
     done: list[str] = []
     with running([pool("m", [a.port])], keys=keys, instance_requests=1) as nginx:
 

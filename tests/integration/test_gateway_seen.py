@@ -24,6 +24,7 @@ from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available, wait_for
 from tests.unit.gateway.fleet import pool, spec
 from vllm_fleet import gateway
+from vllm_fleet.spec.model import ApiKey
 
 pytestmark = [
     pytest.mark.integration,
@@ -43,7 +44,7 @@ def engines() -> Iterator[list[Engine]]:
 @pytest.fixture
 def pair(engines: list[Engine]) -> Iterator[Nginx]:
     """One pool `m` over both, for one client."""
-    keys = (("team-a", "sk-aaa"),)
+    keys = (ApiKey(name="team-a", key="sk-aaa"),)
     with running([pool("m", [e.port for e in engines])], keys=keys) as nginx:
         yield nginx
 

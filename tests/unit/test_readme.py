@@ -15,6 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.stubs.certificates import issue
 from vllm_fleet import gateway, monitoring, paths
 from vllm_fleet.cli import main
 from vllm_fleet.cli.init import OWN, SHARED
@@ -204,8 +205,14 @@ def test_every_shown_setting_is_taken(
         root = tmp_path / str(number)
         assert CliRunner().invoke(main, ["init", str(root)]).exit_code == 0
         (root / "secrets").mkdir()
-        for name in ("keys.yml", "gateway.pem", "gateway.key", "vrrp.password"):
-            (root / "secrets" / name).write_text('- {name: app, key: "k"}\n')
+        made = issue()
+        for name, text in (
+            ("keys.yml", '- {name: app, key: "k"}\n'),
+            ("gateway.pem", made.pem),
+            ("gateway.key", made.key_pem()),
+            ("vrrp.password", "x\n"),
+        ):
+            (root / "secrets" / name).write_text(text)
         example = (root / "group_vars/prod.yml").read_text()
         for name, content in files.items():
             if page == OPERATIONS and name.startswith("inventory/"):

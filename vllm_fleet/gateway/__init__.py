@@ -18,7 +18,7 @@ from vllm_fleet import engine, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.render import render
-from vllm_fleet.spec.model import ApiKey, HostSpec
+from vllm_fleet.spec.model import ApiKey, HostSpec, Tls
 
 PACKAGES = ("nginx", "libnginx-mod-http-lua", "lua-cjson", "logrotate")
 
@@ -33,6 +33,17 @@ LOGROTATE = "/etc/logrotate.d/vllm-fleet"
 DRAINED = "/var/lib/vllm-fleet/drained"
 ACCESS_LOG = "/var/log/nginx/vllm-fleet.access.json"
 STATUS_PORT = 9145
+TLS_UNIT = "vllm-fleet-tls"  # .path sees that a certificate on the host changed, .service reloads
+UNITS = "/etc/systemd/system"
+
+# A certificate from an authority: certbot's hook puts chain and key into one file, so that nginx
+# never reads the one without the other.
+ACME_PACKAGES = ("certbot", "openssl")
+ACME_TIMER = "certbot.timer"  # of the package; renews what is due, twice a day
+ACME_NAME = "vllm-fleet"  # of the certificate, for certbot
+ACME_PEM = f"{ETC}/acme.pem"
+ACME_HOOK = "/usr/share/vllm-fleet/renewed.sh"
+ACME_WEBROOT = f"{paths.STATE}/acme"
 
 # Requests at once of an instance, for each sequence that its engine computes at once: enough that
 # it never waits for us, few enough that the order is ours.
@@ -71,13 +82,13 @@ def files(
     the instance's own; nginx resolves no names later, so each must be an address. ``keys`` are
     those of clients, empty where none is asked for. ``monitors`` are addresses or networks that
     may read /status and /metrics. ``tls`` is (chain, key) as PEM texts, needed where
-    ``gateway.tls`` is set. After a change: ``nginx -t``, then reload, never restart; a change
+    ``gateway.tls`` names them. After a change: ``nginx -t``, then reload, never restart; a change
     of ``KEYS`` alone needs neither.
 
     Raises ValueError, naming host and setting, for what cannot work.
     """
     settings = spec.settings.gateway
-    if settings.tls and tls is None:
+    if settings.tls and settings.tls.certificate and tls is None:
         raise ValueError(f"{spec.name}: gateway.tls is set, but certificate and key were not read")
     if settings.listen == status_port:
         raise ValueError(
@@ -116,8 +127,11 @@ def files(
             for pool in data
         ],
         listen=_listen(spec),
-        tls=settings.tls is not None,
+        tls=_certificate(settings.tls) if settings.tls else None,
+        acme=_acme(spec),
         max_body_mib=settings.max_body_mib,
+        connections=settings.connections_per_address,
+        unlimited=_networks(settings.connections_unlimited),
         longest_answer=settings.longest_answer,
         stalled_client_seconds=settings.stalled_client_seconds,
         paths=API_PATHS,
@@ -164,14 +178,60 @@ def files(
         ),
         *_lua(),
     ]
-    if settings.tls and tls is not None:
+    if settings.tls and settings.tls.certificate and tls is not None:
         # OpenSSL skips text before the first block.
         mark = f"# {paths.MARK}\n"
         result += [
             ManagedFile(f"{ETC}/tls.crt", mark + tls[0]),
             ManagedFile(f"{ETC}/tls.key", mark + tls[1], mode=0o600, secret=True),
         ]
+    if settings.tls and settings.tls.host_certificate:
+        watched = _certificate(settings.tls)
+        result += [
+            ManagedFile(
+                f"{UNITS}/{TLS_UNIT}.{kind}",
+                render(
+                    f"nginx/tls.{kind}.j2",
+                    mark=paths.MARK,
+                    files=watched,
+                    folders=sorted({path.rpartition("/")[0] or "/" for path in watched}),
+                ),
+            )
+            for kind in ("path", "service")
+        ]
+    if settings.tls and settings.tls.acme:
+        hook = render("nginx/renewed.sh.j2", mark=paths.MARK, pem=ACME_PEM)
+        result.append(ManagedFile(ACME_HOOK, hook, mode=0o755))
+        if proxy := acme_environment(spec):
+            lines = "".join(f'Environment="{name}={value}"\n' for name, value in proxy.items())
+            path = f"{UNITS}/certbot.service.d/vllm-fleet.conf"
+            result.append(ManagedFile(path, f"# {paths.MARK}\n[Service]\n{lines}"))
     return sorted(result, key=lambda file: file.path)
+
+
+def acme_environment(spec: HostSpec) -> dict[str, str]:
+    """The proxy by which certbot reaches the authority; empty where it needs none."""
+    proxy = spec.settings.proxy
+    named = {"http_proxy": proxy.http, "https_proxy": proxy.https, "no_proxy": proxy.no_proxy}
+    return {name: value for name, value in named.items() if value}
+
+
+def acme_command(spec: HostSpec) -> tuple[str, ...] | None:
+    """certbot's words that fetch the certificate of the settings; None without ``tls.acme``.
+
+    Only for a certificate that is not there yet, or not for these names: it asks for a new one
+    each time, and authorities count.
+    """
+    acme = spec.settings.gateway.tls.acme if spec.settings.gateway.tls else None
+    if acme is None:
+        return None
+    return (
+        *("certbot", "certonly", "--non-interactive", "--agree-tos", "--quiet"),
+        *("--cert-name", ACME_NAME, "--email", acme.email, "--server", acme.directory),
+        *("--webroot", "--webroot-path", ACME_WEBROOT, "--deploy-hook", ACME_HOOK),
+        *("--force-renewal", "--renew-with-new-domains"),
+        *(word for domain in acme.domains for word in ("--domain", domain)),
+    )
 
 
 class _Instance(TypedDict):
@@ -281,19 +341,48 @@ def _network(address: str, who: str) -> str:
         ) from None
 
 
+def _networks(listed: Sequence[str]) -> list[str]:
+    return sorted({str(ipaddress.ip_network(each, strict=False)) for each in listed})
+
+
 def _socket(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _listen(spec: HostSpec) -> list[str]:
-    """The values of ``listen`` for clients."""
-    tls = " ssl" if spec.settings.gateway.tls else ""
+    """The values of ``listen`` for clients.
+
+    HTTP/2 is asked for here and not by ``http2 on``, which nginx before 1.25.1 does not know;
+    later ones take both.
+    """
+    tls = " ssl http2" if spec.settings.gateway.tls else ""
     return [f"{address}{tls}" for address in _addresses(spec, spec.settings.gateway.listen)]
 
 
 def _addresses(spec: HostSpec, port: int) -> list[str]:
     """A port on all addresses; IPv6 only where the host uses it, as a kernel may lack it."""
     return [str(port)] + ([f"[::]:{port}"] if ":" in spec.address else [])
+
+
+def _certificate(tls: Tls) -> tuple[str, str]:
+    """Where nginx finds chain and key."""
+    if tls.host_certificate and tls.host_key:
+        return tls.host_certificate, tls.host_key
+    if tls.acme:
+        return ACME_PEM, ACME_PEM
+    return f"{ETC}/tls.crt", f"{ETC}/tls.key"
+
+
+def _acme(spec: HostSpec) -> dict[str, object] | None:
+    """What the server on port 80 needs, which the authority asks."""
+    tls = spec.settings.gateway.tls
+    if tls is None or tls.acme is None:
+        return None
+    return {
+        "domains": tls.acme.domains,
+        "webroot": ACME_WEBROOT,
+        "ipv6": ":" in spec.address,
+    }
 
 
 def _keys(spec: HostSpec, keys: Sequence[ApiKey]) -> list[dict[str, object]]:

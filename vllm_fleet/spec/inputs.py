@@ -49,9 +49,11 @@ class Inputs:
         return self.vrrp[path] if path else None
 
     def certificate(self, spec: HostSpec) -> tuple[str, str] | None:
-        """(chain, key) of a gateway as PEM texts; None where it serves plain HTTP."""
+        """(chain, key) of a gateway as PEM texts; None where it has none from this machine."""
         tls = spec.settings.gateway.tls
-        return (self.tls[tls.certificate], self.tls[tls.key]) if tls else None
+        if tls and tls.certificate and tls.key:
+            return self.tls[tls.certificate], self.tls[tls.key]
+        return None
 
 
 def lock_path(path: str, version: str) -> str:
@@ -120,7 +122,7 @@ def read_inputs(fleet: Fleet) -> Inputs:
             password = (root / shared.password_file).read_text(encoding="utf-8")
             inputs.vrrp[shared.password_file] = password
         if tls := spec.settings.gateway.tls:
-            for path in (tls.certificate, tls.key):
+            for path in filter(None, (tls.certificate, tls.key)):
                 inputs.tls[path] = (root / path).read_text(encoding="utf-8")
     return inputs
 

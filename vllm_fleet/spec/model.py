@@ -44,6 +44,11 @@ Path = Annotated[
     Field(pattern=r"^/[^\x00\n\r]*$"),
     Wants("an absolute path in one line"),
 ]
+PlainPath = Annotated[
+    str,
+    Field(pattern=r"^/[A-Za-z0-9._/@:+-]*$"),
+    Wants('an absolute path of letters, digits, ".", "_", "-", "+", "@" and ":"'),
+]
 OneLine = Annotated[
     str,
     Field(min_length=1, pattern=r"^[^\x00\n\r]+$"),
@@ -102,6 +107,14 @@ Interface = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$"),
     Wants('the name of a network interface such as "bond0"'),
+]
+
+
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
+DnsName = Annotated[
+    str,
+    Field(pattern=rf"^(\*\.)?{_LABEL}(\.{_LABEL})*$"),
+    Wants("a DNS name"),
 ]
 
 
@@ -270,11 +283,58 @@ class Hub(Settings):
     )
 
 
-class Tls(Settings):
-    """Certificate of the gateway: files on the operator's machine."""
+class Acme(Settings):
+    """Certificate fetched and renewed on the gateway by certbot, proved over port 80."""
 
-    certificate: OneLine = Field(description="PEM chain.", examples=["secrets/gateway.pem"])
-    key: OneLine = Field(description="PEM key.", examples=["secrets/gateway.key"])
+    email: OneLine = Field(
+        description="Where the authority writes to.", examples=["ops@example.com"]
+    )
+    directory: Annotated[
+        str,
+        Field(pattern=r"^https://[^\s\"'\\]+$"),
+        Wants("an address that begins with https://"),
+    ] = Field(
+        "https://acme-v02.api.letsencrypt.org/directory",
+        description="Directory of the authority; your own for names inside.",
+        examples=["https://ca.internal/acme/directory"],
+    )
+    domains: tuple[DnsName, ...] = Field(
+        min_length=1,
+        description="Names in the certificate; each must lead to this gateway's port 80.",
+        examples=[["llm.example.com"]],
+    )
+
+
+class Tls(Settings):
+    """Certificate of the gateway: files of yours, files on the host, or ACME; one of the three."""
+
+    certificate: OneLine | None = Field(
+        None,
+        description="PEM chain on the operator's machine, the server's certificate first.",
+        examples=["secrets/gateway.pem"],
+    )
+    key: OneLine | None = Field(
+        None,
+        description="PEM key of it, without a passphrase.",
+        examples=["secrets/gateway.key"],
+    )
+    names: tuple[DnsName, ...] = Field(
+        (),
+        description="Names clients use; a certificate that lacks one is refused.",
+        examples=[["llm.example.com"]],
+    )
+    host_certificate: PlainPath | None = Field(
+        None,
+        description="PEM chain on the gateway itself, where something else renews it; nginx is "
+        "reloaded when it changes.",
+        examples=["/etc/ssl/llm/fullchain.pem"],
+    )
+    host_key: PlainPath | None = Field(
+        None,
+        description="PEM key of it, on the gateway.",
+        examples=["/etc/ssl/llm/privkey.pem"],
+    )
+    acme: Acme | None = Field(None, description="Fetched and renewed by certbot.")
 
 
 class Keepalived(Settings):
@@ -359,6 +419,15 @@ class Gateway(Settings):
         None,
         description="One address that the gateways share, so that either can die; null: each has "
         "its own alone.",
+    )
+    connections_per_address: Annotated[int, Field(ge=1)] | None = Field(
+        1000,
+        description="Requests at once from one client address, the rest get 429; null: no limit.",
+    )
+    connections_unlimited: tuple[Network, ...] = Field(
+        (),
+        description="Addresses and networks without that limit, such as a load balancer's.",
+        examples=[["10.0.0.5", "10.1.0.0/16"]],
     )
 
 
@@ -541,6 +610,16 @@ class HostSettings(Settings):
     )
     hold_driver_packages: bool = Field(
         True, description="Keep unattended upgrades away from the GPU driver's packages."
+    )
+    firewall: bool = Field(
+        True,
+        description="Close the instances' ports to all but gateways, monitoring and the host "
+        "itself, by a table of nftables of our own.",
+    )
+    firewall_allow: tuple[Network, ...] = Field(
+        (),
+        description="Further addresses and networks that may reach the instances' ports.",
+        examples=[["10.0.9.0/24"]],
     )
     address: OneLine | None = Field(
         None,

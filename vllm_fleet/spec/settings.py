@@ -36,6 +36,8 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "start_seconds",
             "drain_seconds",
             "hold_driver_packages",
+            "firewall",
+            "firewall_allow",
         ),
     ),
     "gateway": ("Hosts of group gateway.", ("gateway", "api_keys")),

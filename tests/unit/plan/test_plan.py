@@ -12,7 +12,6 @@ import pytest
 from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import gateway
 from vllm_fleet.gateway import keepalived
-from vllm_fleet.operations import host as hosts
 from vllm_fleet.placement import Placed, Placement
 from vllm_fleet.plan import HostPlan, Refusal, placement_of, plan_fleet
 from vllm_fleet.spec.inputs import Inputs, read_inputs
@@ -25,6 +24,7 @@ def plans(root: Path, inputs: Inputs | None = None, **changes: Any) -> dict[str,
 
 def settled(plan: HostPlan) -> dict[str, Any]:
     """Changes that make a state be what a plan wants."""
+    services = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
     return {
         "packages": dict.fromkeys(plan.packages, "1"),
         "manifest": {f.path: f.sha256 for f in plan.files},
@@ -41,12 +41,9 @@ def settled(plan: HostPlan) -> dict[str, Any]:
         },
         "units": {
             **{i.unit: unit() for i in plan.instances},
-            **{s.unit: unit() for s in (*plan.gateway_services, *plan.monitoring_services)},
+            **{s.unit: unit() for s in services},
         },
-        "loaded": {
-            s.unit: f"{s.restarts}:{s.reloads}"
-            for s in (*plan.gateway_services, *plan.monitoring_services)
-        },
+        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in services},
         "instances": {
             i.name: {"running": plan.checksums[i.name], "ready": True, "release": i.release}
             for i in plan.instances
@@ -349,13 +346,46 @@ def test_gateways_that_share_an_address_get_keepalived_and_are_both_watched(
     assert not again.changed_files
     alone = fleet(tmp_path, inventory=TWO_GATEWAYS, gateway="gateway: {}\n")
     plan = plan_fleet(alone, states(alone, gw_2=changes), Inputs())["gw-2"]
-    assert plan.removed_units == (keepalived.UNIT,)
     assert [s.unit for s in plan.gateway_services] == ["nginx.service"]
-    first = next(hosts.files._inner(plan=plan, keep_removed=False))
-    assert first == f"systemctl disable -q --now {keepalived.UNIT}"
 
 
 def test_a_gateway_whose_interface_is_not_found_is_refused(tmp_path: Path) -> None:
     found = fleet(tmp_path, gateway='gateway: {keepalived: {address: "10.0.0.100/24"}}\n')
     with pytest.raises(Refusal, match=r"gw-1: gateway\.keepalived\.interface: no interface"):
         plan_fleet(found, states(found), Inputs())
+
+
+ACME = "gateway: {listen: 443, tls: {acme: {email: a@b.c, domains: [llm.example.com]}}}\n"
+
+
+def test_a_certificate_is_fetched_once_and_again_for_other_names(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway=ACME)
+    plan = plan_fleet(found, states(found), Inputs())["gw-1"]
+    assert {"certbot", "openssl"} <= set(plan.packages)
+    assert "certbot.timer" in [s.unit for s in plan.gateway_services]
+    wanted = plan.missing_certificate
+    assert wanted is not None
+    there = {"loaded": {wanted.name: wanted.checksum}}
+    again = plan_fleet(found, states(found, gw_1=there), Inputs())["gw-1"]
+    assert again.acme == wanted
+    assert again.missing_certificate is None
+    found = fleet(tmp_path, gateway=ACME.replace("[llm", "[chat.example.com, llm"))
+    other = plan_fleet(found, states(found, gw_1=there), Inputs())["gw-1"]
+    assert other.missing_certificate is not None
+
+
+def test_the_port_of_the_proof_must_be_free(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway=ACME)
+    held = {"pid": 7, "user": "root", "command": "apache2", "unit": "apache2.service"}
+    with pytest.raises(Refusal, match="port 80 of the proof for the gateway's certificate is take"):
+        plan_fleet(found, states(found, gw_1={"listening": {"80": held}}), Inputs())
+
+
+def test_a_certificate_on_the_host_is_watched_by_a_unit_of_its_own(tmp_path: Path) -> None:
+    tls = "gateway: {listen: 443, tls: {host_certificate: /etc/a.pem, host_key: /etc/a.key}}\n"
+    found = fleet(tmp_path, gateway=tls)
+    plan = plan_fleet(found, states(found), Inputs())["gw-1"]
+    nginx, watch = plan.gateway_services
+    assert (nginx.unit, watch.unit) == ("nginx.service", "vllm-fleet-tls.path")
+    assert watch.restarts
+    assert plan.acme is None

@@ -29,6 +29,8 @@ local MESSAGES = {
   [408] = "The request took too long to arrive.",
   [413] = "The request body is larger than this gateway accepts.",
   [414] = "The request's address is too long.",
+  [429] = "Too many requests at once from one address; send fewer, or have the address put into "
+          .. "gateway.connections_unlimited.",
   [431] = "The request's headers are too large.",
 }
 
@@ -93,6 +95,9 @@ end
 -- In the location of nginx's own errors.
 function M.nginx_error()
   local status = ngx.status >= 400 and ngx.status or 500
+  if status == 429 then
+    ngx.header["Retry-After"] = 5
+  end
   return M.error(status, MESSAGES[status] or "The gateway failed; see its error log.")
 end
 

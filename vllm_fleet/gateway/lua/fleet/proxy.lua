@@ -169,6 +169,11 @@ function M.allow(method)
   if ngx.var.request_uri:match("^[^?]*") ~= ngx.var.uri then
     return answer.error(404, "There is no such path.")
   end
+  -- A proxy in front may have taken the other length, and what follows for a request of its own.
+  -- nginx from 1.21.1 on refuses this by itself; Ubuntu 22.04 has an older one.
+  if ngx.var.http_transfer_encoding and ngx.var.http_content_length then
+    return answer.error(400, "The request's length is told in two ways.")
+  end
   local asked = ngx.req.get_method()
   if asked ~= method and not (asked == "HEAD" and method == "GET") then
     ngx.header["Allow"] = method
