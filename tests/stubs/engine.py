@@ -18,8 +18,11 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
+
+from tests.stubs import answers
 
 Answer = Literal["serve", "close", "gate", "busy", "bad", "hang"]
 
@@ -188,32 +191,23 @@ class Engine:
             return True
         asked = json.loads(hit.body or b"{}")
         if asked.get("stream"):
-            await self._stream(writer)
+            await self._stream(writer, answers.events(path, asked, self.name, self.chunks))
             return True
-        message = {"role": "assistant", "content": f"from {self.name}"}
-        answer = {
-            "id": "chatcmpl-1",
-            "object": "chat.completion",
-            "model": asked.get("model"),
-            "engine": self.name,
-            "body_bytes": len(hit.body),
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-        }
+        answer = answers.answer(path, asked, self.name)
+        answer |= {"engine": self.name, "body_bytes": len(hit.body)}
         self._send(writer, 200, json.dumps(answer))
         return True
 
-    async def _stream(self, writer: asyncio.StreamWriter) -> None:
+    async def _stream(self, writer: asyncio.StreamWriter, events: Iterator[str]) -> None:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
-        for index in range(self.chunks):
-            delta = {"choices": [{"index": 0, "delta": {"content": f"{self.name}-{index} "}}]}
-            self._chunk(writer, f"data: {json.dumps(delta)}\n\n")
+        for event in events:
+            self._chunk(writer, event)
             await writer.drain()
-            await asyncio.sleep(self.chunk_gap)
-        self._chunk(writer, "data: [DONE]\n\n")
+            if self.name + "-" in event:  # a piece of the text
+                await asyncio.sleep(self.chunk_gap)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
