@@ -1,6 +1,6 @@
 """Our gateway against what people put in front of vLLM today, side by side on this machine.
 
-    python benchmarks/gateway.py [--rounds N] [--only NAME ...] [--json FILE]
+    python benchmarks/gateway.py [--rounds N] [--only NAME ...]
 
 Every gateway stands in front of the same two backends and gets the same requests, in turns: one
 slice each, again and again, so that what else the machine does meets all alike. Figures are
@@ -12,6 +12,7 @@ medians over the rounds.
   connections.
 - chunk delay: from the backend's write of a chunk to the client's read of it, 200 streams with 20
   chunks a second each.
+- times plain nginx: nginx that treats connections to backends as ours does, kept or not.
 - memory: growth of the gateway's processes (PSS) by idle stream, in a fresh gateway.
 
 Ours is the configuration that the deploy renders, on nginx with Lua, with keys, JSON log and its
@@ -32,6 +33,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -43,8 +45,9 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -70,6 +73,8 @@ CPU_US = {"113 B": 45.0}
 CHUNK_DELAY_MS = 10.0
 IDLE_STREAM_KB = 20.0
 TIMES_NGINX = 1.5
+
+BUSY = 0.5  # load of the machine before the run, from which on figures are not to be trusted
 
 
 class Failed(Exception):
@@ -228,6 +233,7 @@ class Ours(Gateway):
     """The rendered configuration, under the nginx.conf that the tests use in Debian's stead."""
 
     name = "ours"
+    keeps_connections = False  # to backends
 
     @classmethod
     def missing(cls) -> str:
@@ -243,12 +249,17 @@ class Ours(Gateway):
             settings["tls"] = {"certificate": "gw.pem", "key": "gw.key"}
         status_port = free_ports(1)[0]
         self.nginx = Nginx(self.port, status_port, tls=self.tls)
-        pools = [pool("m", self.backends)]
-        self.nginx.put(
-            gateway.files(
-                spec(**settings), pools, {}, KEYS, tls=certificate, status_port=status_port
-            )
+        files = gateway.files(
+            spec(**settings),
+            [pool("m", self.backends)],
+            {},
+            KEYS,
+            tls=certificate,
+            status_port=status_port,
         )
+        self.nginx.put(files)
+        conf = next(file.content for file in files if file.path == gateway.CONF)
+        self.keeps_connections = re.search(r"^\s*keepalive \d", conf, re.MULTILINE) is not None
         return self.nginx
 
     def _certificate(self) -> tuple[str, str]:
@@ -300,7 +311,7 @@ class Program(Gateway):
             )
         try:
             yield
-        except Failed as failed:
+        except Failed as failed:  # while it starts: its own words are in its log
             tail = log.read_text(errors="replace")[-2000:]
             raise Failed(f"{failed}\n{tail}") from None
         finally:
@@ -458,7 +469,14 @@ class Router(Program):
 
     def command(self) -> list[str]:
         argv = [str(peer("vllm-router")), "--host", "127.0.0.1", "--port", str(self.port)]
-        argv += ["--policy", self.policy, "--log-level", "warn"]
+        argv += [
+            "--policy",
+            self.policy,
+            "--log-level",
+            "warning",
+            "--max-concurrent-requests",
+            "8192",
+        ]
         argv += ["--prometheus-port", str(free_ports(1)[0])]
         return [*argv, "--worker-urls", *(f"http://127.0.0.1:{port}" for port in self.backends)]
 
@@ -541,6 +559,7 @@ class Bench:
         chunks = max(3, round(options.stream_seconds * CHUNKS_A_SECOND))
         self._request("stream", stream_body(chunks, 1000 // CHUNKS_A_SECOND))
         self.chunks = chunks
+        self.plain = PlainNginx.name  # the one that treats connections as ours does
 
     def _compile(self) -> Path:
         compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
@@ -616,6 +635,14 @@ class Bench:
         self.found[name]["delay p99"].append(got["p99_us"] / 1000)
         self.found[name]["stretch p99"].append(got["stretch_p99_us"] / 1000)
 
+    def slice_of(self, each: Gateway, direct: dict[str, float]) -> None:
+        """A slice for this gateway."""
+        self.slice(each.name, each.port, each.pid, direct)
+
+    def streams_of(self, each: Gateway) -> None:
+        """Many streams through this gateway."""
+        self.streams(each.name, each.port)
+
     def memory(self, each: Gateway) -> None:
         """Memory by idle stream: what the last ``held`` of them added in a fresh gateway."""
         request = http(stream_body(2, 3_600_000))
@@ -650,7 +677,7 @@ def figures(bench: Bench) -> dict[str, dict[str, float]]:
 # What came out
 
 
-def bounds(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+def bounds(found: dict[str, dict[str, float]], plain: str) -> list[dict[str, Any]]:
     """Every bound on ours: ``met`` is null where a peer it compares with was not there."""
     out: list[dict[str, Any]] = []
     ours = found["ours"]
@@ -675,10 +702,10 @@ def bounds(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     bound("kB an idle stream, HTTP/1.1", ours.get("idle stream"), IDLE_STREAM_KB)
     small = next(iter(SIZES))
     for kind in ("added", "cpu"):
-        plain = found.get("nginx", {}).get(f"{kind} {small}")
+        theirs = found.get(plain, {}).get(f"{kind} {small}")
         value = ours.get(f"{kind} {small}")
-        times = value / plain if value is not None and plain else None
-        bound(f"{kind}, times plain nginx, {small}", times, TIMES_NGINX)
+        times = value / theirs if value is not None and theirs else None
+        bound(f"{kind} {small}, times {plain}", times, TIMES_NGINX)
     for rival in (RoundRobin.name, CacheAware.name, LiteLLM.name):
         for size in SIZES:
             for kind in ("added", "cpu"):
@@ -734,7 +761,8 @@ def measure(
     versions: dict[str, str] = {}
     rounds = bench.options.rounds
     with bench.backends() as ports, ExitStack() as stack:
-        for kind in (OursTls, *kinds):
+        alone: list[type[Gateway]] = [OursTls, *kinds]
+        for kind in alone:
             each = kind(ports, bench.folder)
             print(f"memory of {each.name}", file=sys.stderr)
             try:
@@ -748,6 +776,8 @@ def measure(
         for each in up:
             print(f"starting {each.name}", file=sys.stderr)
             stack.enter_context(each.running())
+            if isinstance(each, Ours) and each.keeps_connections:
+                bench.plain = KeepaliveNginx.name
             versions[each.name] = each.version()
         for turn in range(rounds):
             print(f"round {turn + 1} of {rounds}", file=sys.stderr)
@@ -755,11 +785,24 @@ def measure(
             bench.slice("direct", ports[0], None, direct)
             order = up[turn % len(up) :] + up[: turn % len(up)]
             for each in order:
-                bench.slice(each.name, each.port, each.pid, direct)
+                _or_without(bench, up, each, partial(bench.slice_of, direct=direct))
             bench.streams("direct", ports[0])
-            for each in order:
-                bench.streams(each.name, each.port)
+            for each in [e for e in order if e in up]:
+                _or_without(bench, up, each, bench.streams_of)
     return versions
+
+
+def _or_without(
+    bench: Bench, up: list[Gateway], each: Gateway, measured: Callable[[Gateway], None]
+) -> None:
+    """Measure, or go on without a peer that died; ours must not."""
+    try:
+        measured(each)
+    except (Failed, OSError) as error:
+        if isinstance(each, Ours):
+            raise Failed(f"ours: {error}") from error
+        bench.errors[each.name].append(f"gave up: {error}")
+        up.remove(each)
 
 
 def main() -> int:
@@ -778,6 +821,9 @@ def main() -> int:
     if "ours" in skipped:
         print(f"ours cannot run here: {skipped['ours']}", file=sys.stderr)
         return 2
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"other programs run here (load {load:.1f}): figures will be higher", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # nginx's workers are not root
@@ -796,13 +842,14 @@ def main() -> int:
         print(f"{name}: not run: {why}")
     for name, texts in bench.errors.items():
         print(f"{name}: failed requests: {'; '.join(sorted(set(texts)))}")
-    judged = bounds(found)
+    judged = bounds(found, bench.plain)
     for each in judged:
         if each["met"] is False:
             print(f"missed: {each['name']}: {each['found']} (bound {each['limit']})")
     result = {
         "rounds": options.rounds,
         "cores": os.cpu_count(),
+        "load_before": round(load, 2),
         "machine": f"{platform.system()} {platform.machine()}",
         "versions": versions,
         "figures": found,

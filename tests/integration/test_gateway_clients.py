@@ -136,8 +136,8 @@ def python_of(environment: str) -> Path:
         building = place.with_suffix(".new")
         shutil.rmtree(building, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", building], check=True)
-        pip = [building / "bin/python", "-m", "pip", "install", "-q", "--no-deps"]
-        subprocess.run([*pip, "--require-hashes", "-r", lock], check=True)
+        pip = [str(building / "bin/python"), "-m", "pip", "install", "-q", "--no-deps"]
+        subprocess.run([*pip, "--require-hashes", "-r", str(lock)], check=True)
         building.rename(place)
     return place / "bin/python"
 

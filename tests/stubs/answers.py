@@ -60,7 +60,7 @@ def _named(kind: str, **value: Any) -> str:
 
 
 def _chat(asked: Answer, text: str) -> Answer:
-    message = {"role": "assistant", "content": text, "reasoning": None, "tool_calls": []}
+    message: Answer = {"role": "assistant", "content": text, "reasoning": None, "tool_calls": []}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     return {
         "id": "chatcmpl-1",
@@ -188,7 +188,7 @@ def _score(asked: Answer, _: str) -> Answer:
 
 
 def _item(text: str, status: str = "completed") -> Answer:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+    part: Answer = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
     content = [part] if status == "completed" else []
     head = {"id": "msg_1", "type": "message", "role": "assistant"}
     return {**head, "content": content, "status": status}
@@ -219,7 +219,7 @@ def _response_events(asked: Answer, texts: list[str]) -> Iterator[str]:
     whole = _response(asked, "".join(texts))
     started = {**whole, "status": "in_progress", "output": [], "usage": None}
     place = {"output_index": 0, "item_id": "msg_1", "content_index": 0}
-    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    part: Answer = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     done = {**part, "text": "".join(texts)}
     steps: list[tuple[str, Answer]] = [
         ("response.created", {"response": started}),
