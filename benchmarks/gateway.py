@@ -643,6 +643,16 @@ class Bench:
         """Many streams through this gateway."""
         self.streams(each.name, each.port)
 
+    @staticmethod
+    def _first_chunk(each: Gateway, client: socket.socket) -> None:
+        text = b""
+        while b'"t=' not in text:
+            got = client.recv(65536)
+            text += got
+            if not got:
+                said = text[:200].decode(errors="replace")
+                raise Failed(f"{each.name} ended an idle stream: {said}")
+
     def memory(self, each: Gateway) -> None:
         """Memory by idle stream: what the last ``held`` of them added in a fresh gateway."""
         request = http(stream_body(2, 3_600_000))
@@ -650,16 +660,11 @@ class Bench:
             sizes = []
             first = max(10, self.options.held // 5)
             for count in (first, self.options.held):
-                for _ in range(count):
-                    client = held.enter_context(each.connect())
+                clients = [held.enter_context(each.connect()) for _ in range(count)]
+                for client in clients:
                     client.sendall(request)
-                    text = b""
-                    while b'"t=' not in text:
-                        got = client.recv(65536)
-                        text += got
-                        if not got:
-                            said = text[:200].decode(errors="replace")
-                            raise Failed(f"{each.name} ended an idle stream: {said}")
+                for client in clients:
+                    self._first_chunk(each, client)
                 time.sleep(1)
                 sizes.append(memory_kb(each.pid))
             self.found[each.name]["idle stream"].append((sizes[1] - sizes[0]) / self.options.held)
@@ -768,7 +773,7 @@ def measure(
             try:
                 with each.running():
                     bench.memory(each)
-            except Failed as failed:
+            except (Failed, OSError) as failed:
                 if isinstance(each, Ours):
                     raise
                 skipped[each.name] = str(failed)
@@ -808,6 +813,7 @@ def _or_without(
 def main() -> int:
     """Runs the comparison; 1 where ours misses a bound or fails a request."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing running
     names = {kind.name: kind for kind in GATEWAYS}
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=7)

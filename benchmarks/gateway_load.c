@@ -11,7 +11,8 @@
  * "stream": true gets "max_tokens" chunks as server-sent events, "seed" milliseconds apart; each
  * holds the clock at which it was written: t=NANOSECONDS.
  *
- * `closed` keeps one request in flight on each connection and prints latencies, send to last byte.
+ * `closed` keeps one request in flight on each connection, ends what it began before SECONDS were
+ * over, and prints latencies, send to last byte.
  * `streams` opens its connections evenly over SPREAD_MS, one streamed request on each, and prints
  * how long each chunk took from the backend's write to this client's read, and by how much the
  * gap between two chunks grew or shrank on the way. Both print one JSON object.
@@ -35,7 +36,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_FDS = 16384, HEAD = 65536, READ = 262144, SHORT_BODY = 4096 };
+enum { MAX_FDS = 16384, HEAD = 65536, READ = 262144, SHORT_BODY = 4096, PATIENCE_MS = 30000 };
 
 static void die(const char *what) {
     perror(what);
@@ -474,8 +475,14 @@ static int closed(int connections, double seconds) {
         begin(&all[i], poll);
     }
     int64_t start = now_ns(), stop = start + (int64_t)(seconds * 1e9), now = start;
-    while (now < stop && errors < 100) {
-        int count = epoll_wait(poll, got, 256, (int)((stop - now) / 1000000) + 1);
+    int in_flight = connections;
+    while (in_flight && errors < 100) {
+        int count = epoll_wait(poll, got, 256, PATIENCE_MS);
+        if (!count) {
+            snprintf(first_error, sizeof first_error, "no answer within %d s", PATIENCE_MS / 1000);
+            errors += in_flight;
+            break;
+        }
         for (int i = 0; i < count; i++) {
             struct client_end *end = got[i].data.ptr;
             if (got[i].events & EPOLLOUT)
@@ -499,6 +506,11 @@ static int closed(int connections, double seconds) {
             else {
                 note(&latency, now_ns() - end->began);
                 requests++;
+            }
+            if (now_ns() >= stop) { /* what was begun is waited for: nothing is left to the next */
+                close(end->fd);
+                in_flight--;
+                continue;
             }
             const char *connection = done ? header(end->answer.head, "Connection") : NULL;
             if (ended || (connection && !strncasecmp(connection, "close", 5)))
@@ -573,10 +585,10 @@ static int streams_client(int connections, double spread_ms) {
             begin(end, poll);
             continue;
         }
-        int wait = opened < connections ? (int)((due - now) / 1000000) : 30000;
+        int wait = opened < connections ? (int)((due - now) / 1000000) : PATIENCE_MS;
         int count = epoll_wait(poll, got, 256, wait);
         if (!count && opened == connections) {
-            snprintf(first_error, sizeof first_error, "nothing came for 30 s");
+            snprintf(first_error, sizeof first_error, "nothing came for %d s", PATIENCE_MS / 1000);
             errors += open_now;
             break;
         }
