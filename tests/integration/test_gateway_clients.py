@@ -29,7 +29,7 @@ import pytest
 
 from tests.integration.scripts import BED
 from tests.integration.test_gateway_nginx import running
-from tests.stubs.answers import COMPLETION, PROMPT, VECTOR
+from tests.stubs.answers import VECTOR
 from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available
 from tests.unit.gateway.fleet import pool
@@ -43,8 +43,9 @@ pytestmark = [
 CLIENTS = Path(__file__).parents[1] / "clients"
 KEY, MODEL, ALIAS = "sk-clients-1", "qwen3-8b", "small"
 
+PROMPT, COMPLETION = 9, 5
 TEXT = "from stand-in"
-STREAMED = "".join(f"stand-in-{n} " for n in range(5))
+STREAMED = "".join(f"stand-in-{n} " for n in range(COMPLETION))
 VECTORS = [list(VECTOR), list(VECTOR)]
 
 # Script: (environment, {step: value}, {step: (class raised, status)}).
@@ -121,7 +122,7 @@ SCRIPTS = {"openai_current": "openai_1"}  # the same program, under the newest p
 def gateway() -> Iterator[Nginx]:
     """One pool with an alias, over one stand-in; a key is asked for."""
     with (
-        Engine("stand-in") as engine,
+        Engine("stand-in", prompt_tokens=PROMPT, completion_tokens=COMPLETION) as engine,
         running([pool(MODEL, [engine.port], aliases=(ALIAS,))], keys=(("app", KEY),)) as nginx,
     ):
         yield nginx

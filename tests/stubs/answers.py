@@ -1,6 +1,6 @@
 """What vLLM answers on each path that the gateway lets through, in form; nothing is computed.
 
-Forms as vLLM 0.21 to 0.32 send them. The text is "from NAME"; in streams it comes in pieces.
+Forms as vLLM 0.21 to 0.32 send them.
 """
 
 from __future__ import annotations
@@ -8,16 +8,51 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-PROMPT, COMPLETION = 9, 5  # tokens that every answer claims
 VECTOR = (0.25, -0.5, 0.75)  # exact in 32 bits
 
 Answer = dict[str, Any]
 
 
-def answer(path: str, asked: Answer, name: str) -> Answer:
+@dataclass(frozen=True)
+class Tokens:
+    """What an answer's usage says."""
+
+    prompt: int = 1
+    completion: int = 1
+
+    @property
+    def chat(self) -> Answer:
+        return {
+            "prompt_tokens": self.prompt,
+            "total_tokens": self.prompt + self.completion,
+            "completion_tokens": self.completion,
+            "prompt_tokens_details": None,
+        }
+
+    @property
+    def pooling(self) -> Answer:
+        return {"prompt_tokens": self.prompt, "total_tokens": self.prompt, "completion_tokens": 0}
+
+    @property
+    def message(self) -> Answer:
+        return {"input_tokens": self.prompt, "output_tokens": self.completion}
+
+    @property
+    def response(self) -> Answer:
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": self.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.prompt + self.completion,
+        }
+
+
+def answer(path: str, asked: Answer, text: str, tokens: Tokens) -> Answer:
     """The answer to a request without `stream`."""
     make = {
         "/v1/completions": _completion,
@@ -28,27 +63,17 @@ def answer(path: str, asked: Answer, name: str) -> Answer:
         "/v1/responses": _response,
         "/v1/score": _score,
     }.get(path.partition("?")[0], _chat)
-    return make(asked, f"from {name}")
+    return make(asked, text, tokens)
 
 
-def events(path: str, asked: Answer, name: str, pieces: int) -> Iterator[str]:
-    """The events of a stream, ``pieces`` of them with text."""
-    texts = [f"{name}-{index} " for index in range(pieces)]
+def events(path: str, asked: Answer, texts: Sequence[str], tokens: Tokens) -> Iterator[str]:
+    """The events of a stream whose text comes in these pieces."""
     make = {
         "/v1/completions": _completion_events,
         "/v1/messages": _message_events,
         "/v1/responses": _response_events,
     }.get(path.partition("?")[0], _chat_events)
-    return make(asked, texts)
-
-
-def _usage() -> Answer:
-    return {
-        "prompt_tokens": PROMPT,
-        "total_tokens": PROMPT + COMPLETION,
-        "completion_tokens": COMPLETION,
-        "prompt_tokens_details": None,
-    }
+    return make(asked, texts, tokens)
 
 
 def _data(value: Answer) -> str:
@@ -59,7 +84,7 @@ def _named(kind: str, **value: Any) -> str:
     return f"event: {kind}\n" + _data({"type": kind, **value})
 
 
-def _chat(asked: Answer, text: str) -> Answer:
+def _chat(asked: Answer, text: str, tokens: Tokens) -> Answer:
     message: Answer = {"role": "assistant", "content": text, "reasoning": None, "tool_calls": []}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     return {
@@ -68,20 +93,22 @@ def _chat(asked: Answer, text: str) -> Answer:
         "created": 1_700_000_000,
         "model": asked.get("model"),
         "choices": [{**choice, "stop_reason": None}],
-        "usage": _usage(),
+        "usage": tokens.chat,
     }
 
 
-def _chunks(asked: Answer, choices: list[Answer], kind: str, name: str) -> Iterator[str]:
+def _chunks(
+    asked: Answer, choices: list[Answer], kind: str, name: str, tokens: Tokens
+) -> Iterator[str]:
     head = {"id": name, "object": kind, "created": 1_700_000_000, "model": asked.get("model")}
     for choice in choices:
         yield _data({**head, "choices": [choice]})
     if (asked.get("stream_options") or {}).get("include_usage"):
-        yield _data({**head, "choices": [], "usage": _usage()})
+        yield _data({**head, "choices": [], "usage": tokens.chat})
     yield "data: [DONE]\n\n"
 
 
-def _chat_events(asked: Answer, texts: list[str]) -> Iterator[str]:
+def _chat_events(asked: Answer, texts: Sequence[str], tokens: Tokens) -> Iterator[str]:
     choices: list[Answer] = [
         {"index": 0, "delta": {"content": t}, "logprobs": None, "finish_reason": None}
         for t in texts
@@ -89,10 +116,10 @@ def _chat_events(asked: Answer, texts: list[str]) -> Iterator[str]:
     if choices:
         choices[0]["delta"]["role"] = "assistant"
         choices[-1]["finish_reason"] = "stop"
-    return _chunks(asked, choices, "chat.completion.chunk", "chatcmpl-1")
+    return _chunks(asked, choices, "chat.completion.chunk", "chatcmpl-1", tokens)
 
 
-def _completion(asked: Answer, text: str) -> Answer:
+def _completion(asked: Answer, text: str, tokens: Tokens) -> Answer:
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop"}
     return {
         "id": "cmpl-1",
@@ -100,20 +127,20 @@ def _completion(asked: Answer, text: str) -> Answer:
         "created": 1_700_000_000,
         "model": asked.get("model"),
         "choices": [{**choice, "stop_reason": None}],
-        "usage": _usage(),
+        "usage": tokens.chat,
     }
 
 
-def _completion_events(asked: Answer, texts: list[str]) -> Iterator[str]:
+def _completion_events(asked: Answer, texts: Sequence[str], tokens: Tokens) -> Iterator[str]:
     choices: list[Answer] = [
         {"index": 0, "text": t, "logprobs": None, "finish_reason": None} for t in texts
     ]
     if choices:
         choices[-1]["finish_reason"] = "stop"
-    return _chunks(asked, choices, "text_completion", "cmpl-1")
+    return _chunks(asked, choices, "text_completion", "cmpl-1", tokens)
 
 
-def _embeddings(asked: Answer, _: str) -> Answer:
+def _embeddings(asked: Answer, _: str, tokens: Tokens) -> Answer:
     vector: str | list[float] = list(VECTOR)
     if asked.get("encoding_format") == "base64":
         vector = base64.b64encode(struct.pack(f"<{len(VECTOR)}f", *VECTOR)).decode()
@@ -128,11 +155,11 @@ def _embeddings(asked: Answer, _: str) -> Answer:
             {"index": index, "object": "embedding", "embedding": vector}
             for index in range(len(given) if many and isinstance(given, list) else 1)
         ],
-        "usage": {"prompt_tokens": PROMPT, "total_tokens": PROMPT, "completion_tokens": 0},
+        "usage": tokens.pooling,
     }
 
 
-def _message(asked: Answer, text: str) -> Answer:
+def _message(asked: Answer, text: str, tokens: Tokens) -> Answer:
     return {
         "id": "msg_1",
         "type": "message",
@@ -141,34 +168,33 @@ def _message(asked: Answer, text: str) -> Answer:
         "model": asked.get("model"),
         "stop_reason": "end_turn",
         "stop_sequence": None,
-        "usage": {"input_tokens": PROMPT, "output_tokens": COMPLETION},
+        "usage": tokens.message,
     }
 
 
-def _message_events(asked: Answer, texts: list[str]) -> Iterator[str]:
-    empty = {**_message(asked, ""), "content": [], "stop_reason": None}
-    empty["usage"] = {"input_tokens": PROMPT, "output_tokens": 0}
+def _message_events(asked: Answer, texts: Sequence[str], tokens: Tokens) -> Iterator[str]:
+    empty = {**_message(asked, "", tokens), "content": [], "stop_reason": None}
+    empty["usage"] = {**tokens.message, "output_tokens": 0}
     yield _named("message_start", message=empty)
     yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
     for text in texts:
         delta = {"type": "text_delta", "text": text}
         yield _named("content_block_delta", index=0, delta=delta)
     yield _named("content_block_stop", index=0)
-    usage = {"input_tokens": PROMPT, "output_tokens": COMPLETION}
-    yield _named("message_delta", delta={"stop_reason": "end_turn"}, usage=usage)
+    yield _named("message_delta", delta={"stop_reason": "end_turn"}, usage=tokens.message)
     yield _named("message_stop")
 
 
-def _count(_asked: Answer, _text: str) -> Answer:
-    return {"input_tokens": PROMPT}
+def _count(_asked: Answer, _text: str, tokens: Tokens) -> Answer:
+    return {"input_tokens": tokens.prompt}
 
 
-def _rerank(asked: Answer, _: str) -> Answer:
+def _rerank(asked: Answer, _: str, tokens: Tokens) -> Answer:
     documents = asked.get("documents") or []
     return {
         "id": "rerank-1",
         "model": asked.get("model"),
-        "usage": {"prompt_tokens": PROMPT, "total_tokens": PROMPT},
+        "usage": {"prompt_tokens": tokens.prompt, "total_tokens": tokens.prompt},
         "results": [
             {"index": index, "document": {"text": text}, "relevance_score": 1 / (index + 1)}
             for index, text in enumerate(documents)
@@ -176,14 +202,14 @@ def _rerank(asked: Answer, _: str) -> Answer:
     }
 
 
-def _score(asked: Answer, _: str) -> Answer:
+def _score(asked: Answer, _: str, tokens: Tokens) -> Answer:
     return {
         "id": "score-1",
         "object": "list",
         "created": 1_700_000_000,
         "model": asked.get("model"),
         "data": [{"index": 0, "object": "score", "score": 0.5}],
-        "usage": {"prompt_tokens": PROMPT, "total_tokens": PROMPT, "completion_tokens": 0},
+        "usage": tokens.pooling,
     }
 
 
@@ -194,7 +220,7 @@ def _item(text: str, status: str = "completed") -> Answer:
     return {**head, "content": content, "status": status}
 
 
-def _response(asked: Answer, text: str) -> Answer:
+def _response(asked: Answer, text: str, tokens: Tokens) -> Answer:
     return {
         "id": "resp_1",
         "object": "response",
@@ -205,18 +231,12 @@ def _response(asked: Answer, text: str) -> Answer:
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
-        "usage": {
-            "input_tokens": PROMPT,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": COMPLETION,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": PROMPT + COMPLETION,
-        },
+        "usage": tokens.response,
     }
 
 
-def _response_events(asked: Answer, texts: list[str]) -> Iterator[str]:
-    whole = _response(asked, "".join(texts))
+def _response_events(asked: Answer, texts: Sequence[str], tokens: Tokens) -> Iterator[str]:
+    whole = _response(asked, "".join(texts), tokens)
     started = {**whole, "status": "in_progress", "output": [], "usage": None}
     place = {"output_index": 0, "item_id": "msg_1", "content_index": 0}
     part: Answer = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

@@ -61,6 +61,9 @@ class Engine:
     first_byte: float = 0.0  # seconds before an answer begins
     chunk_gap: float = 0.01  # seconds between chunks of a stream
     chunks: int = 5
+    padding: int = 0  # further bytes of each chunk
+    prompt_tokens: int = 1  # what an answer's usage says; a stream's also has one a chunk
+    completion_tokens: int = 1
     hits: list[Hit] = field(default_factory=list)
     gated: int = 0  # client requests that the gate refused
     in_flight: int = 0
@@ -165,7 +168,8 @@ class Engine:
         left = asyncio.ensure_future(reader.read(1))  # ends when the client closes
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            # A client that leaves while much is on its way to it breaks the writing.
+            if not work.done() or isinstance(work.exception(), ConnectionError):
                 hit.aborted = True
                 return False
             return work.result() and not left.done()
@@ -191,9 +195,12 @@ class Engine:
             return True
         asked = json.loads(hit.body or b"{}")
         if asked.get("stream"):
-            await self._stream(writer, answers.events(path, asked, self.name, self.chunks))
+            texts = [f"{self.name}-{n} " + "x" * self.padding for n in range(self.chunks)]
+            tokens = answers.Tokens(self.prompt_tokens, self.chunks)
+            await self._stream(writer, answers.events(path, asked, texts, tokens))
             return True
-        answer = answers.answer(path, asked, self.name)
+        tokens = answers.Tokens(self.prompt_tokens, self.completion_tokens)
+        answer = answers.answer(path, asked, f"from {self.name}", tokens)
         answer |= {"engine": self.name, "body_bytes": len(hit.body)}
         self._send(writer, 200, json.dumps(answer))
         return True
