@@ -660,9 +660,10 @@ class Bench:
             sizes = []
             first = max(10, self.options.held // 5)
             for count in (first, self.options.held):
-                clients = [held.enter_context(each.connect()) for _ in range(count)]
-                for client in clients:
-                    client.sendall(request)
+                clients = []
+                for _ in range(count):
+                    clients.append(held.enter_context(each.connect()))
+                    clients[-1].sendall(request)
                 for client in clients:
                     self._first_chunk(each, client)
                 time.sleep(1)
