@@ -18,10 +18,12 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from tests.ports import free_port
+from tests.stubs import answers
 
 Answer = Literal["serve", "close", "gate", "busy", "bad", "hang"]
 
@@ -194,45 +196,26 @@ class Engine:
             return True
         asked = json.loads(hit.body or b"{}")
         if asked.get("stream"):
-            options = asked.get("stream_options") or {}
-            await self._stream(writer, options.get("include_usage") is True)
+            texts = [f"{self.name}-{n} " + "x" * self.padding for n in range(self.chunks)]
+            tokens = answers.Tokens(self.prompt_tokens, self.chunks)
+            await self._stream(writer, answers.events(path, asked, texts, tokens))
             return True
-        message = {"role": "assistant", "content": f"from {self.name}"}
-        answer = {
-            "id": "chatcmpl-1",
-            "object": "chat.completion",
-            "model": asked.get("model"),
-            "engine": self.name,
-            "body_bytes": len(hit.body),
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": self._usage(self.completion_tokens),
-        }
+        tokens = answers.Tokens(self.prompt_tokens, self.completion_tokens)
+        answer = answers.answer(path, asked, f"from {self.name}", tokens)
+        answer |= {"engine": self.name, "body_bytes": len(hit.body)}
         self._send(writer, 200, json.dumps(answer))
         return True
 
-    def _usage(self, completion: int) -> dict[str, int]:
-        total = self.prompt_tokens + completion
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": total,
-        }
-
-    async def _stream(self, writer: asyncio.StreamWriter, usage: bool) -> None:
+    async def _stream(self, writer: asyncio.StreamWriter, events: Iterator[str]) -> None:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
-        for index in range(self.chunks):
-            content = f"{self.name}-{index} " + "x" * self.padding
-            delta = {"choices": [{"index": 0, "delta": {"content": content}}]}
-            self._chunk(writer, f"data: {json.dumps(delta)}\n\n")
+        for event in events:
+            self._chunk(writer, event)
             await writer.drain()
-            await asyncio.sleep(self.chunk_gap)
-        if usage:
-            last = {"choices": [], "usage": self._usage(self.chunks)}
-            self._chunk(writer, f"data: {json.dumps(last)}\n\n")
-        self._chunk(writer, "data: [DONE]\n\n")
+            if self.name + "-" in event:  # a piece of the text
+                await asyncio.sleep(self.chunk_gap)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
