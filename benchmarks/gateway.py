@@ -56,16 +56,21 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tests.stubs.gateway import Nginx, available, free_ports  # noqa: E402
+from tests.ports import free_ports  # noqa: E402
+from tests.stubs.gateway import Nginx, available  # noqa: E402
 from tests.unit.gateway.fleet import pool, spec  # noqa: E402
 from vllm_fleet import gateway  # noqa: E402
+from vllm_fleet.spec.model import ApiKey  # noqa: E402
 
 SIZES = {"113 B": 113, "32 KB": 32 * 1024, "1 MB": 1024 * 1024}
 CONNECTIONS = 32
 CHUNKS_A_SECOND = 20
 KEY = "sk-bench-0123456789abcdef0123456789abcdef"
 # Other keys of the gateway: a look-up among a few, as in an office.
-KEYS = [("bench", KEY), *((f"team-{n}", f"sk-other-{n}") for n in range(50))]
+KEYS = [
+    ApiKey(name="bench", key=KEY),
+    *(ApiKey(name=f"team-{n}", key=f"sk-other-{n}") for n in range(50)),
+]
 
 # Bounds on ours, by figure.
 ADDED_US = {"113 B": 100.0, "32 KB": 150.0, "1 MB": 1500.0}

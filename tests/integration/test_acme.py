@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 from cryptography import x509
 
+from tests.ports import free_ports
 from tests.stubs.certificates import issue
-from tests.stubs.gateway import Nginx, available, free_ports, wait_for
+from tests.stubs.gateway import Nginx, available, wait_for
 from tests.unit.fleets import fleet, states
 from vllm_fleet import gateway, paths
 from vllm_fleet.operations import gateway as operations

@@ -33,6 +33,7 @@ from tests.stubs.answers import VECTOR
 from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available
 from tests.unit.gateway.fleet import pool
+from vllm_fleet.spec.model import ApiKey
 
 pytestmark = [
     pytest.mark.integration,
@@ -123,7 +124,9 @@ def gateway() -> Iterator[Nginx]:
     """One pool with an alias, over one stand-in; a key is asked for."""
     with (
         Engine("stand-in", prompt_tokens=PROMPT, completion_tokens=COMPLETION) as engine,
-        running([pool(MODEL, [engine.port], aliases=(ALIAS,))], keys=(("app", KEY),)) as nginx,
+        running(
+            [pool(MODEL, [engine.port], aliases=(ALIAS,))], keys=(ApiKey(name="app", key=KEY),)
+        ) as nginx,
     ):
         yield nginx
 
