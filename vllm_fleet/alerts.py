@@ -250,6 +250,40 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
             "See pool-down. During a change of a pool with one instance this is meant.",
         ),
         Alert(
+            "RequestsQueued",
+            "max by (pool, gateway) (vllm_fleet_gateway_queued) > 0",
+            "5m",
+            "warning",
+            "{{ $labels.pool }}: {{ $value }} requests are queued at gateway "
+            "{{ $labels.gateway }}: every instance is full",
+            "Each instance of the pool has as many requests as it may have at once.",
+            "See requests-waiting: more instances, or shorter requests. `/status` on the gateway "
+            "shows who has how many; an instance that is drained or not ready is missing there.",
+        ),
+        Alert(
+            "RequestsRefused",
+            "sum by (pool, gateway, reason) (increase(vllm_fleet_gateway_refused_total[5m])) > 0",
+            "5m",
+            "warning",
+            "{{ $labels.pool }}: gateway {{ $labels.gateway }} refuses requests "
+            "({{ $labels.reason }})",
+            "Clients got 429 or 503: a hold or a queue was full or took too long, or a key is over "
+            "its limits.",
+            "The reason stands in the summary. `full`, `time`, `empty`, `tries`: see pool-down and "
+            "requests-queued. A key's limit: the access log holds its owner.",
+        ),
+        Alert(
+            "InstanceDrainedLong",
+            "max by (host, instance, pool, gateway) (vllm_fleet_gateway_instance_draining) == 1",
+            "6h",
+            "info",
+            "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} has been "
+            "drained at gateway {{ $labels.gateway }} for six hours",
+            "An operator took it out and has not put it back.",
+            "Still wanted? Else, on the gateway: "
+            "`curl -X POST '127.0.0.1:9145/undrain?instance=HOST/NAME'`.",
+        ),
+        Alert(
             "MixedVersions",
             'count by (pool) (count by (pool, vllm_version) (up{job="vllm"})) > 1',
             "1d",

@@ -43,6 +43,12 @@ def _quantile(q: float, metric: str) -> tuple[str, str]:
     return f"histogram_quantile({q}, {inner})", f"{{{{pool}}}} p{round(q * 100)}"
 
 
+def _gateway_quantile(q: float, metric: str) -> tuple[str, str]:
+    series = f"vllm_fleet_gateway_{metric}_bucket"
+    inner = f'sum by (pool, le) (rate({series}{{pool=~"$pool"}}{_RATE}))'
+    return f"histogram_quantile({q}, {inner})", f"{{{{pool}}}} p{round(q * 100)}"
+
+
 def _each(metric: str) -> tuple[tuple[str, str], ...]:
     return ((f"sum by ({_BY}) (vllm:{metric}{_OF})", _NAMED),)
 
@@ -111,9 +117,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((f"sum by ({_BY}) (vllm_fleet_gateway_in_flight{_OF})", _NAMED),),
             ),
             Panel(
-                "Held, retried and refused",
+                "Held, queued, retried and refused",
                 (
                     ('sum by (pool) (vllm_fleet_gateway_held{pool=~"$pool"})', "{{pool}} held"),
+                    (
+                        'sum by (pool) (vllm_fleet_gateway_queued{pool=~"$pool"})',
+                        "{{pool}} queued",
+                    ),
                     (
                         "sum by (pool) (rate(vllm_fleet_gateway_retries_total"
                         f'{{pool=~"$pool"}}{_RATE}))',
@@ -123,6 +133,28 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "sum by (pool) (rate(vllm_fleet_gateway_refused_total"
                         f'{{pool=~"$pool"}}{_RATE})) or vector(0)',
                         "{{pool}} refused/s",
+                    ),
+                ),
+                text="Held: no instance is ready. Queued: every instance is full.",
+            ),
+            Panel(
+                "First byte at the gateways",
+                tuple(_gateway_quantile(q, "first_byte_seconds") for q in (0.5, 0.95)),
+                unit="s",
+                text="As clients wait for it, holds and queues included.",
+            ),
+            Panel(
+                "Whole answer at the gateways",
+                tuple(_gateway_quantile(q, "duration_seconds") for q in (0.5, 0.95)),
+                unit="s",
+            ),
+            Panel(
+                "Tokens a second, by owner of the key",
+                (
+                    (
+                        "sum by (key) (rate(vllm_fleet_gateway_tokens_total"
+                        f'{{pool=~"$pool"}}{_RATE}))',
+                        "{{key}}",
                     ),
                 ),
             ),

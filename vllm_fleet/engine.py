@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from vllm_fleet import paths
 from vllm_fleet.planned import PlannedInstance
@@ -37,6 +38,8 @@ ONE_WAY = frozenset(
         "headless",
     }
 )
+# With one of these, ranks may be on other hosts than the instance's own.
+ELSEWHERE = frozenset({"nnodes", "data-parallel-size-local", "distributed-executor-backend"})
 REPEATED = frozenset({"middleware"})  # one value each, may be given several times
 GATE = "gate.Gate"  # in paths.LIB, which is on PYTHONPATH
 
@@ -87,6 +90,8 @@ def command(instance: PlannedInstance) -> list[list[str]]:
         lines.append(["--max-model-len", str(model.max_model_len)])
     if instance.cards and "tensor-parallel-size" not in given:
         lines.append(["--tensor-parallel-size", str(_tensor_parallel(instance, given))])
+    elif instance.cards and (problem := too_many_ranks(given, len(instance.cards))):
+        raise EngineError(f"instance {instance.name} on {instance.host}: {problem}")
     if model.task != "chat" and "runner" not in given:
         lines.append(["--runner", "pooling"])
     if model.trust_remote_code:
@@ -113,12 +118,29 @@ def has_tools(args: Mapping[str, object]) -> bool:
     return bool(given.get("enable-auto-tool-choice")) and "tool-call-parser" in given
 
 
+def too_many_ranks(given: Mapping[str, object], cards: int) -> str | None:
+    """Why options by long name ask for more ranks than there are cards; None where they do not."""
+    names = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+    ranks = _product(given, names)
+    if ranks <= cards or ELSEWHERE & set(given):
+        return None
+    shown = " x ".join(name for name in names if name in given)
+    return f"{shown} = {ranks} is more than its {cards} cards; change `cards` or these `vllm_args`"
+
+
+def _product(given: Mapping[str, object], names: Iterable[str]) -> int:
+    product = 1
+    for name in names:
+        value = given.get(name)
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value[:9])
+        product *= value if isinstance(value, int) and value > 0 else 1
+    return product
+
+
 def _tensor_parallel(instance: PlannedInstance, given: Mapping[str, object]) -> int:
     """Cards left for each replica and stage; all cards where nothing else divides them."""
-    share = 1
-    for name in ("pipeline-parallel-size", "data-parallel-size"):
-        value = given.get(name)
-        share *= value if isinstance(value, int) and value > 0 else 1
+    share = _product(given, ("pipeline-parallel-size", "data-parallel-size"))
     if len(instance.cards) % share:
         raise EngineError(
             f"instance {instance.name} on {instance.host}: {len(instance.cards)} cards cannot be "
@@ -157,3 +179,22 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
+
+
+def lora_names(args: Mapping[str, object]) -> set[str]:
+    """Names of the LoRA adapters that options of vLLM load: `name=path`, or a mapping with `name`.
+
+    A mapping may be written as JSON, and the option with either kind of dash; what is neither is
+    a complaint of its own, and names nothing.
+    """
+    given = args.get("lora-modules", args.get("lora_modules"))
+    names = set()
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str) and one.lstrip().startswith("{"):
+            with suppress(ValueError):
+                one = json.loads(one)
+        if isinstance(one, dict) and isinstance(one.get("name"), str):
+            names.add(one["name"])
+        elif isinstance(one, str) and "=" in one:
+            names.add(one.partition("=")[0])
+    return names

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_fleet import engine_data, engine_removed
 from vllm_fleet.engine_data import EngineData, Option
+from vllm_fleet.jsontext import parsed
 
 # Options whose values are checked by the lists of the data, and the option that adds to the list.
 PARSERS = {
@@ -35,7 +36,9 @@ COUNTS = {  # at least one, also in versions whose fields do not say so
 PORTS = {"port", "master_port", "data_parallel_rpc_port", "grpc_port"}
 TRUTH = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")  # argparse takes these for values, not for options
+DIGITS = re.compile(r"^[0-9]+$")
 HUMAN = re.compile(r"^(\d+(?:\.\d+)?)([kKmMgGtT])?$")
+SAME = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}  # of dtypes
 FALSY = {"", "None"}
 # (option, what it needs beside it, what vLLM does else, how that is written)
 NEEDED_WITH = (
@@ -161,7 +164,9 @@ def _read(data: EngineData, words: list[str], errors: list[ArgError]) -> Iterato
                 continue
             text = value if equals else words.pop(0)
             entry = dotted.setdefault(spelling, (option, {}, []))
-            _put(entry[1], path.removesuffix("+").split("."), _json_or_text(text))
+            if not _put(entry[1], path.removesuffix("+").split("."), _json_or_text(text)):
+                said = "part of it has a value of its own already, given before"
+                errors.append(ArgError(f"{name} {text}", said, "one of the two"))
             entry[2].append(f"{name} {text}")
             continue
         item = _take(option, spelling, word, value if equals else None, words, errors)
@@ -362,7 +367,7 @@ def _special_error(data: EngineData, item: Given, value: str) -> ArgError | None
                 return ArgError(
                     item.written, f"{name} {gone.why}", _token_budget(data.version, gone.instead)
                 )
-    if dest in PORTS and value.isdigit() and not 1 <= int(value) <= 65535:
+    if dest in PORTS and DIGITS.match(value) and not 1 <= float(value) <= 65535:
         return ArgError(item.written, "is no port", f"{item.spelling} 1 to 65535")
     return None
 
@@ -401,18 +406,21 @@ def _type_error(data: EngineData, item: Given, value: str) -> ArgError | None:
 
 def _json_error(data: EngineData, item: Given, value: str) -> ArgError | None:
     try:
-        parsed = json.loads(_expanded(value))
-    except json.JSONDecodeError as error:
+        found = parsed(_expanded(value))
+    except ValueError as error:
+        place = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            place = f"{error.msg} at character {error.pos + 1}"
         return ArgError(
             item.written,
-            f"is not JSON: {error.msg} at character {error.pos + 1}",
+            f"is not JSON: {place}",
             f"""{item.spelling} '{{"key": value}}' in single quotes""",
         )
     config = item.option.of or ("SpeculativeConfig" if _speculative(item) else "")
     fields = data.configs.get(config, ())
-    if not fields or not isinstance(parsed, dict):
+    if not fields or not isinstance(found, dict):
         return None
-    for key in parsed:
+    for key in found:
         if key in fields or (_speculative(item) and key.replace("-", "_") in fields):
             continue
         close = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
@@ -429,8 +437,8 @@ def _speculative(item: Given) -> bool:
 
 
 def _limit_error(item: Given, value: str) -> ArgError | None:
-    number = _number(value)
-    if number is None:
+    amount = number(value)
+    if amount is None:
         return None
     checks: dict[str, tuple[Callable[[float, float], bool], str]] = {
         "gt": (lambda n, b: n > b, "more than"),
@@ -441,7 +449,7 @@ def _limit_error(item: Given, value: str) -> ArgError | None:
     limits = item.option.limits or ((("ge", 1),) if item.option.dest in COUNTS else ())
     for name, bound in limits:
         holds, words = checks[name]
-        if not holds(number, bound):
+        if not holds(amount, bound):
             allowed = " and ".join(f"{checks[n][1]} {b:g}" for n, b in limits)
             instead = f"{item.spelling} NUMBER, {allowed}"
             if item.option.dest == "gpu_memory_utilization":
@@ -460,7 +468,7 @@ def _list_error(
         if text in option.choices:
             return None
         # A number may be written in more than one way: 016 is 16.
-        if option.type == "int" and value.strip().isdigit() and str(int(value)) in option.choices:
+        if option.type == "int" and (value.strip().lstrip("0") or "0") in option.choices:
             return None
         return _not_listed(item, value, option.choices, data)
     if dest in PARSERS:
@@ -509,8 +517,10 @@ def _quantization_error(
 
 def _not_listed(item: Given, value: str, listed: Sequence[str], data: EngineData) -> ArgError:
     by_lower = {name.lower(): name for name in listed}
-    close = difflib.get_close_matches(value.lower(), list(by_lower), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(value.lower(), list(by_lower), n=1, cutoff=0.6)
     shown = ", ".join(listed[:30]) + (" ..." if len(listed) > 30 else "")
+    if SAME.get(value.lower()) in listed:
+        close = [SAME[value.lower()]]
     instead = f"{item.spelling} {by_lower[close[0]]}" if close else f"one of {shown}"
     problem = f"vLLM {data.version} knows no {value!r} here; it knows {shown}"
     if item.option.dest in PARSERS:
@@ -566,7 +576,8 @@ def _first(holds: Callable[[EngineData], bool]) -> str | None:
     return next((v for v in engine_data.versions() if holds(engine_data.load(v))), None)
 
 
-def _number(value: str) -> float | None:
+def number(value: str) -> float | None:
+    """A number as vLLM reads it, 32k and 32K too; None for anything else."""
     match = HUMAN.match(value)
     if match and match[2]:
         powers = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -582,7 +593,7 @@ def _expanded(value: str) -> str:
     """Numbers such as 80m in JSON, outside its texts, as vLLM expands them."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', value)
     parts[::2] = [
-        re.sub(r"\b\d+(?:\.\d+)?[kKmMgGtT]\b", lambda m: str(int(_number(m[0]) or 0)), p)
+        re.sub(r"\b\d+(?:\.\d+)?[kKmMgGtT]\b", lambda m: str(int(number(m[0]) or 0)), p)
         for p in parts[::2]
     ]
     return "".join(parts)
@@ -590,15 +601,20 @@ def _expanded(value: str) -> str:
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return parsed(text)
+    except ValueError:
         return text
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> bool:
+    """Whether the value found its place: what stands on the way must be a mapping."""
     for key in path[:-1]:
-        tree = tree.setdefault(key, {})
+        below = tree.setdefault(key, {})
+        if not isinstance(below, dict):
+            return False
+        tree = below
     tree[path[-1]] = value
+    return True
 
 
 def _example(option: Option) -> str:

@@ -22,6 +22,16 @@ Capability = tuple[int, int]  # CUDA compute capability: (8, 0) is an A100
 MINIMUM_DRIVER = {12: 525, 13: 580}
 
 
+# config/model.py: _SUFFIX_TO_DEFAULTS. A model under one of POOLING is made of the one whose name
+# ends in another of these (models/registry.py: _normalize_arch).
+POOLING = (
+    *("ForTextEncoding", "EmbeddingModel", "ForSequenceClassification", "ForTokenClassification"),
+    *("ForAudioClassification", "ForImageClassification", "ForVideoClassification"),
+    *("ClassificationModel", "ForRewardModeling", "RewardModel", "Model"),
+)
+SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel", *POOLING)
+
+
 @dataclass(frozen=True)
 class Option:
     """One option of ``vllm serve``, as its parser holds it."""
@@ -135,15 +145,28 @@ def capability(text: str) -> Capability:
     return int(major), int(minor)
 
 
+def bases(architecture: str) -> tuple[str, ...]:
+    """Names of the models that vLLM makes one for pooling of; none for other ones."""
+    suffix = next((s for s in POOLING if architecture.endswith(s)), "")
+    stem = architecture.removesuffix(suffix)
+    return tuple(stem + s for s in SUFFIXES) if suffix and stem else ()
+
+
+def serves(version: str, architecture: str) -> bool:
+    """Whether a version with data has an architecture of config.json, or makes it of another."""
+    known = load(version).architectures
+    return architecture in known or any(base in known for base in bases(architecture))
+
+
 def first_version_with(architecture: str) -> str | None:
-    """The oldest version here whose registry lists an architecture of config.json."""
-    return next((v for v in versions() if architecture in load(v).architectures), None)
+    """The oldest version here that serves an architecture of config.json."""
+    return next((v for v in versions() if serves(v, architecture)), None)
 
 
 def architecture_problem(version: str, architecture: str) -> str | None:
     """Why a version cannot serve an architecture, and which one can."""
     data = nearest(version)
-    if architecture in data.architectures:
+    if serves(data.version, architecture):
         return None
     said = f"vLLM {version} does not know the architecture {architecture}"
     if architecture in data.removed_architectures:
@@ -157,7 +180,7 @@ def architecture_problem(version: str, architecture: str) -> str | None:
         )
     if _key(first) > _key(version):
         return f"{said}: the first version with it is {first}; set vllm_version to {first} or later"
-    had = [v for v in versions() if architecture in load(v).architectures]
+    had = [v for v in versions() if serves(v, architecture)]
     return f"{said} any more: {had[-1]} was the last version with it; set vllm_version to {had[-1]}"
 
 
@@ -168,7 +191,10 @@ def architecture_rules(version: str) -> MappingProxyType[str, Any]:
     other = frozenset[str]().union(*(load(v).architectures for v in versions())) - known
     advice = {name: architecture_problem(version, name) for name in sorted(other)}
     unknown = architecture_problem(version, "ARCHITECTURE")
-    return MappingProxyType({"known": sorted(known), "advice": advice, "unknown": unknown})
+    pooling = {"suffixes": list(SUFFIXES), "pooling": list(POOLING)}
+    return MappingProxyType(
+        {"known": sorted(known), "advice": advice, "unknown": unknown, **pooling}
+    )
 
 
 def capability_problem(version: str, card: Capability) -> str | None:

@@ -33,6 +33,7 @@ from vllm_fleet.cards import (
 from vllm_fleet.smi import Process as CardProcess
 from vllm_fleet.spec.inputs import Inputs, version_of
 from vllm_fleet.spec.model import HostSpec, Instance
+from vllm_fleet.spec.tls import ACME_PORT
 from vllm_fleet.state import HostState, Process
 from vllm_fleet.topo import Pair
 
@@ -193,6 +194,8 @@ def _ports(spec: HostSpec, state: HostState) -> Iterator[Verdict]:
     wanted = {i.port: (f"instance {i.name}", f"vllm@{i.name}.service") for i in spec.instances}
     if "gateway" in spec.groups:
         wanted[spec.settings.gateway.listen] = ("the gateway", NGINX)
+        if spec.settings.gateway.tls and spec.settings.gateway.tls.acme:
+            wanted[ACME_PORT] = ("the proof for the gateway's certificate", NGINX)
     if "monitoring" in spec.groups:
         wanted[spec.settings.monitoring.listen] = ("Prometheus", PROMETHEUS)
     for port, (what, unit) in sorted(wanted.items()):

@@ -1,4 +1,4 @@
-"""Which metrics each vLLM version exports: read from the /metrics page of running servers."""
+"""Which metrics there are: of each vLLM version, read from running servers, and of the gateway."""
 
 from __future__ import annotations
 
@@ -12,6 +12,26 @@ _SUFFIXES = {
     "gauge": ("",),
     "histogram": ("_bucket", "_sum", "_count"),
     "summary": ("_sum", "_count"),
+}
+
+# What the gateway's /metrics has, by kind; its Lua module `metrics` writes them.
+GATEWAY = {
+    "vllm_fleet_gateway_requests_total": "counter",
+    "vllm_fleet_gateway_key_requests_total": "counter",
+    "vllm_fleet_gateway_tokens_total": "counter",
+    "vllm_fleet_gateway_limited_total": "counter",
+    "vllm_fleet_gateway_key_refused_total": "counter",
+    "vllm_fleet_gateway_retries_total": "counter",
+    "vllm_fleet_gateway_refused_total": "counter",
+    "vllm_fleet_gateway_series_dropped_total": "counter",
+    "vllm_fleet_gateway_first_byte_seconds": "histogram",
+    "vllm_fleet_gateway_duration_seconds": "histogram",
+    "vllm_fleet_gateway_instance_ready": "gauge",
+    "vllm_fleet_gateway_instance_draining": "gauge",
+    "vllm_fleet_gateway_in_flight": "gauge",
+    "vllm_fleet_gateway_queued": "gauge",
+    "vllm_fleet_gateway_held": "gauge",
+    "vllm_fleet_gateway_connections": "gauge",
 }
 
 
@@ -30,4 +50,13 @@ def series(version: str) -> frozenset[str]:
     """
     text = (files("vllm_fleet") / "data" / "metrics" / f"{version}.json").read_text()
     metrics: dict[str, str] = json.loads(text)["metrics"]
-    return frozenset(name + suffix for name, kind in metrics.items() for suffix in _SUFFIXES[kind])
+    return _names(metrics)
+
+
+def gateway_series() -> frozenset[str]:
+    """Names of all series that a gateway exports."""
+    return _names(GATEWAY)
+
+
+def _names(kinds: dict[str, str]) -> frozenset[str]:
+    return frozenset(name + suffix for name, kind in kinds.items() for suffix in _SUFFIXES[kind])

@@ -14,10 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import resources
 
-from vllm_fleet import engine_data, exam, gateway, monitoring, paths, placement, release, weights
+from vllm_fleet import (
+    engine_data,
+    exam,
+    firewall,
+    gateway,
+    monitoring,
+    paths,
+    placement,
+    release,
+    weights,
+)
 from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
+from vllm_fleet.gateway import keepalived
 from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
@@ -38,6 +49,8 @@ MONITORING_PACKAGES = ("prometheus",)
 NODE_EXPORTER = "prometheus-node-exporter.service"
 GRAFANA = "grafana-server.service"
 JOURNALD = "systemd-journald.service"
+FIREWALL_GUARD = f"{firewall.GUARD}.timer"
+TLS_PATH = f"{gateway.TLS_UNIT}.path"
 
 # Files of others that decide whether a daemon is ours to set up.
 PROMETHEUS_YML = "/etc/prometheus/prometheus.yml"
@@ -106,6 +119,17 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class AcmeFetch:
+    """A certificate to have from an authority: certbot's words, and what they are asked for."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    checksum: str
+
+    name = "acme"  # of the stamp that holds the checksum of the certificate that is there
+
+
+@dataclass(frozen=True)
 class HostPlan:
     """The wanted state of one host, and what differs from it.
 
@@ -127,6 +151,8 @@ class HostPlan:
     # them at once; else they go in place while the instance is stopped, by the rollout.
     instance_files: Mapping[str, tuple[ManagedFile, ...]] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    firewall_services: tuple[Service, ...] = ()
+    acme: AcmeFetch | None = None
     gateway_services: tuple[Service, ...] = ()
     monitoring_services: tuple[Service, ...] = ()
     retired: tuple[str, ...] = ()
@@ -155,6 +181,13 @@ class HostPlan:
             if not wanted.issuperset(f.path for f in files):
                 wanted.update(vllm.paths_of(name))  # its rollout's business
         return tuple(sorted(path for path in self.state.manifest if path not in wanted))
+
+    @property
+    def missing_certificate(self) -> AcmeFetch | None:
+        """The certificate to fetch; None where it is there, or none is wanted."""
+        if self.acme and self.state.loaded.get(self.acme.name) != self.acme.checksum:
+            return self.acme
+        return None
 
     @property
     def missing_releases(self) -> tuple[ReleaseBuild, ...]:
@@ -194,14 +227,22 @@ def asked() -> str:
                     *COMMON_PACKAGES,
                     *GPU_PACKAGES,
                     *GATEWAY_PACKAGES,
+                    *keepalived.PACKAGES,
                     *MONITORING_PACKAGES,
+                    *firewall.PACKAGES,
+                    *gateway.ACME_PACKAGES,
                     *exam.PACKAGES,
                     "grafana",
                 }
             ),
-            "units": [NGINX, PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD, *exam.UNITS],
+            "units": [
+                *(NGINX, keepalived.UNIT),
+                *(PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD),
+                *exam.UNITS,
+                *(firewall.UNIT, FIREWALL_GUARD, TLS_PATH, gateway.ACME_TIMER),
+            ],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
-            "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS],
+            "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE],
         }
     )
 
@@ -269,6 +310,7 @@ def plan_fleet(
             with _refusing(spec, reasons):
                 plans[spec.name] = _host_plan(
                     fleet,
+                    states,
                     views[spec.name],
                     instances[spec.name],
                     wanted[spec.name],
@@ -377,6 +419,7 @@ def _as_it_runs(
 
 def _host_plan(
     fleet: Fleet,
+    states: Mapping[str, HostState],
     view: HostView,
     instances: tuple[PlannedInstance, ...],
     wanted: tuple[PlannedInstance, ...],
@@ -388,6 +431,7 @@ def _host_plan(
     settings, monitors = spec.settings, fleet.group("monitoring")
     packages: set[str] = set()
     files: list[ManagedFile] = []
+    firewall_services: list[Service] = []
     gateway_services: list[Service] = []
     monitoring_services: list[Service] = []
     releases: dict[str, ReleaseBuild] = {}
@@ -395,6 +439,7 @@ def _host_plan(
     instance_files: dict[str, tuple[ManagedFile, ...]] = {}
     checksums = {one.name: vllm.running_checksum(one) for one in wanted}
     notices = view.notices
+    acme: AcmeFetch | None = None
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
         files += [
@@ -422,6 +467,16 @@ def _host_plan(
             releases[build.id] = build
             same = [i for i in wanted if i.model_name == one.model_name]
             fetches[one.model_name] = _fetch(spec, same, state)
+        present = state.texts.get(firewall.FILE)
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present)):
+            files += closed
+            packages |= set(firewall.PACKAGES)
+            # Each is replaced in one step, without a moment in which the ports are open.
+            reload = ("systemctl", "reload", firewall.UNIT)
+            firewall_services += [
+                _service(firewall.UNIT, reloads=closed[:1], reload=reload),
+                _service(FIREWALL_GUARD, restarts=closed[2:]),
+            ]
     if monitors:
         packages.add("prometheus-node-exporter")
         exporter = _exporter(spec, state)
@@ -438,9 +493,37 @@ def _host_plan(
             tls=inputs.certificate(spec),
         )
         files += routed
+        units = f"{gateway.UNITS}/{gateway.TLS_UNIT}."
         gateway_services.append(
-            _service(NGINX, reloads=routed, reload=("systemctl", "reload", NGINX))
+            _service(
+                NGINX,
+                # Keys are read as they change, by nginx's workers themselves.
+                reloads=[
+                    f for f in routed if f.path != gateway.KEYS and not f.path.startswith(units)
+                ],
+                reload=("systemctl", "reload", NGINX),
+            )
         )
+        if watching := [f for f in routed if f.path.startswith(units)]:
+            gateway_services.append(_service(TLS_PATH, restarts=watching))
+        if command := gateway.acme_command(spec):
+            packages |= set(gateway.ACME_PACKAGES)
+            gateway_services.append(_service(gateway.ACME_TIMER))
+            asked = hashlib.sha256("\0".join(command).encode()).hexdigest()
+            acme = AcmeFetch(command, gateway.acme_environment(spec), asked)
+        if shared := keepalived.files(
+            spec, fleet.group("gateway"), state.nics, inputs.vrrp_password(spec)
+        ):
+            packages |= set(keepalived.PACKAGES)
+            files += shared
+            gateway_services.append(
+                _service(
+                    keepalived.UNIT,
+                    restarts=[f for f in shared if f.path == keepalived.UNIT_FILE],
+                    reloads=[f for f in shared if f.path != keepalived.UNIT_FILE],
+                    reload=("systemctl", "reload", keepalived.UNIT),
+                )
+            )
     if "monitoring" in spec.groups:
         packages |= set(MONITORING_PACKAGES)
         own = monitoring.own_settings(
@@ -493,6 +576,8 @@ def _host_plan(
         checksums=checksums,
         instance_files=instance_files,
         kept=kept,
+        firewall_services=tuple(firewall_services),
+        acme=acme,
         gateway_services=tuple(gateway_services),
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),

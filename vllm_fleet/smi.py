@@ -8,12 +8,13 @@ the plain table, ``-L``, the JSON and CSV of rocm-smi. A text that names no card
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 from xml.etree import ElementTree
+
+from vllm_fleet.jsontext import parsed
 
 Vendor = Literal["nvidia", "amd"]
 
@@ -24,6 +25,7 @@ ABSENT = re.compile(
     re.I,
 )
 BROKEN = re.compile(r"^(ERR!|\[?(Unknown Error|GPU is lost|GPU requires reset)\]?)$", re.I)
+CARD_KEY = re.compile(r"card\d{1,4}")  # of rocm-smi
 UUID = re.compile(r"^(GPU|MIG)-[0-9A-Za-z.-]+$")
 BUS = re.compile(r"^[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]$")
 QUERY = (
@@ -414,20 +416,31 @@ def _from_xml(text: str, warnings: list[str]) -> list[Card]:
     try:
         root = ElementTree.fromstring(re.sub(r"<!DOCTYPE[^>]*>", "", text.strip()))
     except ElementTree.ParseError as error:
-        complete = re.findall(r"<gpu id=.*?</gpu>", text, re.S)
-        if not complete:
-            raise CardsError(
-                f"the XML of nvidia-smi is cut off or damaged ({error}); run nvidia-smi -q -x again"
-            ) from error
-        warnings.append(
-            f"the XML is cut off after {len(complete)} cards; run nvidia-smi -q -x again"
-        )
-        head = re.search(r"<driver_version>.*?</driver_version>", text)
-        root = ElementTree.fromstring(
-            f"<nvidia_smi_log>{head[0] if head else ''}{''.join(complete)}</nvidia_smi_log>"
-        )
+        return _whole_cards(text, warnings, error)
     driver = _text(root.findtext("driver_version") or "")
     return [_xml_card(n, gpu, driver) for n, gpu in enumerate(root.iter("gpu"))]
+
+
+def _whole_cards(text: str, warnings: list[str], error: ElementTree.ParseError) -> list[Card]:
+    """The cards that are whole in damaged XML, each with the number it has there."""
+    found = {}
+    for match in re.finditer(r"<gpu id=.*?</gpu>", text, re.S):
+        try:
+            gpu = ElementTree.fromstring(match[0])
+        except ElementTree.ParseError:
+            continue
+        found[text.count("<gpu id=", 0, match.start())] = gpu
+    if not found:
+        raise CardsError(
+            f"the XML of nvidia-smi is cut off or damaged ({error}); run nvidia-smi -q -x again"
+        ) from error
+    warnings.append(
+        f"the XML is cut off or damaged, {len(found)} cards of it can be read; "
+        "run nvidia-smi -q -x again"
+    )
+    head = re.search(r"<driver_version>([^<>&]*)</driver_version>", text)
+    driver = _text(head[1] if head else "")
+    return [_xml_card(n, gpu, driver) for n, gpu in found.items()]
 
 
 def _xml_card(number: int, gpu: ElementTree.Element, driver: str) -> Card:
@@ -559,12 +572,12 @@ def _from_list(text: str) -> list[Card]:
 
 def _from_rocm_json(text: str) -> list[Card]:
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = parsed(text)
+    except ValueError as error:
         raise CardsError(
-            f"the JSON of rocm-smi is cut off or damaged (line {error.lineno}); run it again"
+            f"the JSON of rocm-smi is cut off or damaged ({error}); run it again"
         ) from error
-    rows = {k: v for k, v in data.items() if re.fullmatch(r"card\d+", k) and isinstance(v, dict)}
+    rows = {k: v for k, v in data.items() if re.fullmatch(CARD_KEY, k) and isinstance(v, dict)}
     return [
         _rocm_card(int(key[4:]), {str(k).lower(): str(v) for k, v in values.items()})
         for key, values in rows.items()
@@ -577,7 +590,7 @@ def _from_rocm_csv(text: str) -> list[Card]:
     return [
         _rocm_card(int(row["device"][4:]), {str(k).lower(): str(v) for k, v in row.items() if k})
         for row in rows
-        if re.fullmatch(r"card\d+", row.get("device") or "")
+        if re.fullmatch(CARD_KEY, row.get("device") or "")
     ]
 
 

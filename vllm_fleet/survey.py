@@ -6,7 +6,6 @@ same. Nothing here raises for an odd host: what is wrong is a refused verdict or
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +15,18 @@ from vllm_fleet import engine, engine_data, weights
 from vllm_fleet.cards import Card, worst_link
 from vllm_fleet.engine_args import check_args
 from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look, manageable
+from vllm_fleet.jsontext import parsed
 from vllm_fleet.placement import Decided, Placed, decide
 from vllm_fleet.sizing import (
     Choice,
     Choices,
+    RefusedError,
     Sizing,
     SizingError,
     Traffic,
     choose,
     gpu_from_smi,
+    options,
     size,
 )
 from vllm_fleet.spec.engine_options import architecture_problem
@@ -221,9 +223,12 @@ def fit(
             task=model.task,
             given=own,
         )
-        sizing = choices.sizing if applied else _as_is(config, gpu, len(cards), version, own)
+        sizing = (
+            choices.sizing if applied else _as_is(config, gpu, len(cards), version, own, model.task)
+        )
     except SizingError as error:
-        return Sized(source, why_not=str(error))
+        refused = applied and isinstance(error, RefusedError)
+        return Sized(source, why_not=str(error), reasons=(str(error),) if refused else ())
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         return Sized(source, why_not=f"it cannot be sized with these vllm_args: {error}")
     dropped = _refused(choices.settings, version)
@@ -266,8 +271,8 @@ def config_of(
 def merged_config(text: str, quant: str | None, where: str) -> dict[str, Any]:
     """config.json with hf_quant_config.json in it. Raises SizingError where it is no JSON."""
     try:
-        config = json.loads(text)
-        inner = json.loads(quant) if quant else None
+        config = parsed(text)
+        inner = parsed(quant) if quant else None
     except ValueError as error:
         raise SizingError(f"{where}: config.json is not readable as JSON: {error}") from None
     if not isinstance(config, dict):
@@ -284,33 +289,29 @@ def _as_is(
     count: int,
     version: str,
     given: Mapping[str, Any],
+    task: str,
 ) -> Sizing:
     """The sizing of what runs where no setting is chosen: the operator's, else vLLM's own."""
-
-    def number(name: str, default: int) -> int:
-        return int(given.get(name) or default)
-
-    pp, data = number("pipeline-parallel-size", 1), number("data-parallel-size", 1)
-    length = given.get("max-model-len")
+    asked = options.given(given, task)
+    pp = options.number(given, "pipeline-parallel-size") or 1
+    tp = options.number(given, "tensor-parallel-size")
     return size(
         config,
         gpu=gpu,
-        tp=number("tensor-parallel-size", max(count // (pp * data), 1)),
+        tp=tp or max(count // (pp * int(asked["dp"])), 1),
         pp=pp,
-        dcp=number("decode-context-parallel-size", 1),
         vllm_version=version,
-        gpu_memory_utilization=float(
-            given.get("gpu-memory-utilization")
-            or engine_data.nearest(version).gpu_memory_utilization
+        gpu_memory_utilization=options.share(
+            given,
+            "gpu-memory-utilization",
+            engine_data.nearest(version).gpu_memory_utilization,
         ),
-        max_model_len=int(length) if length and length != "auto" else None,
-        max_num_seqs=given.get("max-num-seqs"),
-        max_num_batched_tokens=given.get("max-num-batched-tokens"),
+        max_model_len=options.length(given),
+        max_num_seqs=options.number(given, "max-num-seqs"),
+        max_num_batched_tokens=options.number(given, "max-num-batched-tokens"),
         kv_cache_dtype=str(given.get("kv-cache-dtype") or "auto"),
         dtype=str(given.get("dtype") or "auto"),
-        quantization=given.get("quantization"),
-        enforce_eager=bool(given.get("enforce-eager", False)),
-        expert_parallel=bool(given.get("enable-expert-parallel", False)),
+        **asked,
     )
 
 

@@ -7,16 +7,16 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.systemd_env import read_env_file
 from tests.testbed import tiny_models
 from vllm_fleet import instance, paths
@@ -99,12 +99,6 @@ class Server:
 def chat(tokens: int = 4, **more: object) -> dict[str, object]:
     messages = [{"role": "user", "content": "hello"}]
     return {"model": "tiny", "messages": messages, "max_tokens": tokens, **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -285,35 +279,42 @@ def test_warm_up_ends_at_once_with_the_server(server: Server) -> None:
     assert not (server.run / "ready").exists()
 
 
-def test_stop_drains_streams(server: Server) -> None:
-    """A stop refuses new requests, lets the streams finish, then ends the server."""
+def test_stop_drains_streams(server: Server, tmp_path: Path) -> None:
+    """A stop refuses new requests, lets the streams finish, then ends the server.
+
+    The clients are processes: as threads they would keep this one from looking in time.
+    """
     warming = server.script("warmup")
     assert warming.wait(START_SECONDS) == 0
     # All in the batch at once (max-num-seqs), so that each has begun when the stop comes.
-    streams: list[list[bytes]] = [[] for _ in range(4)]
-    heads = [threading.Event() for _ in streams]
+    answers = [tmp_path / f"answer-{number}" for number in range(8)]
+    body = json.dumps(chat(LONG_ANSWER, stream=True, ignore_eos=True))
+    url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
     clients = [
-        threading.Thread(target=stream, args=(server, LONG_ANSWER, lines, head))
-        for lines, head in zip(streams, heads, strict=True)
+        subprocess.Popen(
+            ["curl", "-sN", "-o", answer, "-H", "Content-Type: application/json", "-d", body, url]
+        )
+        for answer in answers
     ]
-    for client in clients:
-        client.start()
-    for head in heads:
-        assert head.wait(30)
+    wait_for(lambda: all(answer.exists() for answer in answers), "every stream to begin")
     stopping = server.script("stop")
-    deadline = time.monotonic() + 5
-    while (server.run / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not (server.run / "ready").exists(), "the gate to close")
     status, headers, _ = server.ask("POST", "/v1/chat/completions", chat())
     assert (status, headers["x-fleet-gate"]) == (503, "not-ready")
-    running = sum(client.is_alive() for client in clients)
+    running = sum(client.poll() is None for client in clients)
     assert running, "the streams ended too early to show anything"
     output, _ = stopping.communicate(timeout=330)
-    for client in clients:
-        client.join(10)
     assert stopping.returncode == 0
     assert "drained in" in output
-    for lines in streams:
-        assert lines[-2].startswith(b"data: [DONE]"), lines[-3:]
+    for client, answer in zip(clients, answers, strict=True):
+        assert client.wait(10) == 0
+        lines = answer.read_bytes().splitlines()
+        assert lines[-2:] == [b"data: [DONE]", b""], lines[-3:]
     assert server.process.wait(40) in (0, -signal.SIGTERM)
+
+
+def wait_for(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, f"waited 30 s for {what}"
+        time.sleep(0.02)

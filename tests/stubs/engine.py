@@ -18,8 +18,12 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
+
+from tests.ports import free_port
+from tests.stubs import answers
 
 Answer = Literal["serve", "close", "gate", "busy", "bad", "hang"]
 
@@ -58,6 +62,9 @@ class Engine:
     first_byte: float = 0.0  # seconds before an answer begins
     chunk_gap: float = 0.01  # seconds between chunks of a stream
     chunks: int = 5
+    padding: int = 0  # further bytes of each chunk
+    prompt_tokens: int = 1  # what an answer's usage says; a stream's also has one a chunk
+    completion_tokens: int = 1
     hits: list[Hit] = field(default_factory=list)
     gated: int = 0  # client requests that the gate refused
     in_flight: int = 0
@@ -73,7 +80,7 @@ class Engine:
         """Listen and serve, in a thread of its own; returns once the port is open."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((self.host, self.port))
+        listener.bind((self.host, self.port or free_port()))
         listener.listen(1024)
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
@@ -162,7 +169,8 @@ class Engine:
         left = asyncio.ensure_future(reader.read(1))  # ends when the client closes
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            # A client that leaves while much is on its way to it breaks the writing.
+            if not work.done() or isinstance(work.exception(), ConnectionError):
                 hit.aborted = True
                 return False
             return work.result() and not left.done()
@@ -188,32 +196,26 @@ class Engine:
             return True
         asked = json.loads(hit.body or b"{}")
         if asked.get("stream"):
-            await self._stream(writer)
+            texts = [f"{self.name}-{n} " + "x" * self.padding for n in range(self.chunks)]
+            tokens = answers.Tokens(self.prompt_tokens, self.chunks)
+            await self._stream(writer, answers.events(path, asked, texts, tokens))
             return True
-        message = {"role": "assistant", "content": f"from {self.name}"}
-        answer = {
-            "id": "chatcmpl-1",
-            "object": "chat.completion",
-            "model": asked.get("model"),
-            "engine": self.name,
-            "body_bytes": len(hit.body),
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-        }
+        tokens = answers.Tokens(self.prompt_tokens, self.completion_tokens)
+        answer = answers.answer(path, asked, f"from {self.name}", tokens)
+        answer |= {"engine": self.name, "body_bytes": len(hit.body)}
         self._send(writer, 200, json.dumps(answer))
         return True
 
-    async def _stream(self, writer: asyncio.StreamWriter) -> None:
+    async def _stream(self, writer: asyncio.StreamWriter, events: Iterator[str]) -> None:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
-        for index in range(self.chunks):
-            delta = {"choices": [{"index": 0, "delta": {"content": f"{self.name}-{index} "}}]}
-            self._chunk(writer, f"data: {json.dumps(delta)}\n\n")
+        for event in events:
+            self._chunk(writer, event)
             await writer.drain()
-            await asyncio.sleep(self.chunk_gap)
-        self._chunk(writer, "data: [DONE]\n\n")
+            if self.name + "-" in event:  # a piece of the text
+                await asyncio.sleep(self.chunk_gap)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 

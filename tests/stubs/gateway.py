@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -55,15 +54,6 @@ def available() -> bool:
     )
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def wait_for(what: Callable[[], Any], seconds: float = 10.0, step: float = 0.02) -> Any:
     """The first true value of ``what``; AssertionError after ``seconds``."""
     deadline = time.monotonic() + seconds
@@ -97,7 +87,7 @@ class Nginx:
         """Write the files below the directory, with their paths in them moved there too."""
         for file in files:
             text = file.content
-            for path in (gateway.LUA, gateway.ETC, gateway.ACCESS_LOG):
+            for path in (gateway.LUA, gateway.ETC, gateway.ACCESS_LOG, gateway.DRAINED):
                 text = text.replace(path, f"{self.root}{path}")
             path_here = self.root / file.path.lstrip("/")
             path_here.parent.mkdir(parents=True, exist_ok=True)

@@ -15,9 +15,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.stubs.certificates import issue
 from vllm_fleet import gateway, monitoring, paths
 from vllm_fleet.cli import main
 from vllm_fleet.cli.init import OWN, SHARED
+from vllm_fleet.gateway import keepalived
 from vllm_fleet.spec.load import check_inventory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +32,11 @@ SYSTEM |= {"systemd-analyze", "promtool"}
 # Places of ours on a host; what else begins with "/" is the path of an address.
 ON_HOST = (
     *(paths.OPT, paths.ETC, paths.RUN, paths.STATE),
-    *(gateway.ETC, gateway.CONF, gateway.ACCESS_LOG),
+    *(gateway.ETC, gateway.CONF, gateway.ACCESS_LOG, keepalived.CONF),
     *(monitoring.CONFIG, monitoring.FOLDER, "/etc/systemd/system/vllm@"),
 )
-URL_PATHS = ("/v1/", "/status", "/metrics", "/health", "/fleet/ready", "/invocations")
+URL_PATHS = ("/v1/", "/status", "/metrics", "/drain", "/undrain", "/health")
+URL_PATHS += ("/fleet/ready", "/invocations", "/pools/")
 
 
 def text(page: str) -> str:
@@ -202,8 +205,14 @@ def test_every_shown_setting_is_taken(
         root = tmp_path / str(number)
         assert CliRunner().invoke(main, ["init", str(root)]).exit_code == 0
         (root / "secrets").mkdir()
-        for name in ("keys.yml", "gateway.pem", "gateway.key"):
-            (root / "secrets" / name).write_text('- {name: app, key: "k"}\n')
+        made = issue()
+        for name, text in (
+            ("keys.yml", '- {name: app, key: "k"}\n'),
+            ("gateway.pem", made.pem),
+            ("gateway.key", made.key_pem()),
+            ("vrrp.password", "x\n"),
+        ):
+            (root / "secrets" / name).write_text(text)
         example = (root / "group_vars/prod.yml").read_text()
         for name, content in files.items():
             if page == OPERATIONS and name.startswith("inventory/"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from vllm_fleet.sizing import Sizing, SizingError, find_gpu, load_config
 from vllm_fleet.sizing import size as size_model
+from vllm_fleet.sizing.choose import refusals
 from vllm_fleet.sizing.rules import DEFAULT_VERSION
 
 KV_DTYPES = (
@@ -104,9 +106,10 @@ def size(
     try:
         config, directory = load_config(model)
         where = str(Path(model) / "config.json") if directory else model
+        card = find_gpu(gpu)
         found = size_model(
             config,
-            gpu=find_gpu(gpu),
+            gpu=card,
             tp=tp,
             pp=pp,
             dcp=dcp,
@@ -128,6 +131,10 @@ def size(
             weights_dir=directory,
             where=where,
         )
+        if card.known:
+            refused = refusals(config, card, vllm_version=version, dtype=dtype)
+            said = tuple(f"vLLM would not start on this card: {one}" for one in refused)
+            found = replace(found, warnings=(*found.warnings, *said))
     except SizingError as error:
         if as_json:
             click.echo(json.dumps({"fits": False, "error": str(error)}, ensure_ascii=False))

@@ -15,6 +15,7 @@ from pyinfra.operations import python
 from vllm_fleet.deploys import rolling
 from vllm_fleet.deploys.fleet import given_up, my_plan, new_placement
 from vllm_fleet.operations import flow
+from vllm_fleet.operations import gateway as gateways
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.operations import instance as instances
 from vllm_fleet.operations import release as releases
@@ -42,14 +43,19 @@ def meet(name: str) -> None:
 
 
 def prepare(plan: HostPlan | None) -> None:
-    """Cards that were chosen are written down; Debian packages; every file of ours in one go."""
+    """Cards that were chosen are written down; Debian packages; every file of ours; firewall."""
     if plan is None:
         return
     if new_placement() is not None:
         # On every host: where it fails, all of them must stop.
         python.call(name="Cards chosen, written down", function=write_down)
     hosts.packages(name="Debian packages", plan=plan)
+    if plan.acme:
+        gateways.stand_in(name="Stand-in for the certificate", plan=plan)
     hosts.files(name="Files of ours", plan=plan)
+    if plan.firewall_services:
+        # Before any instance starts, and before a new gateway sends to those that run.
+        hosts.services(name="Firewall", plan=plan, services=plan.firewall_services)
 
 
 def stage(plan: HostPlan | None) -> None:
@@ -65,6 +71,8 @@ def open_gateway(plan: HostPlan | None) -> None:
     """nginx routes to what will serve and no more to what leaves."""
     if plan is not None and plan.gateway_services:
         hosts.services(name="Gateway", plan=plan, services=plan.gateway_services)
+        if plan.acme:
+            gateways.certificate(name="Certificate of the gateway", plan=plan)
 
 
 def serve(plan: HostPlan | None) -> None:

@@ -169,7 +169,11 @@ def _labels() -> None:
         logger.warning(f"files were not brought up to date, deploy.py does it: {error}")
         return
     for plan in plans.values():
-        services = (*plan.gateway_services, *plan.monitoring_services)
+        services = (
+            *plan.firewall_services,
+            *plan.gateway_services,
+            *plan.monitoring_services,
+        )
         if not plan.changed_files:
             continue
         try:

@@ -5,14 +5,17 @@ standard input::
 
     {"files": [{"path", "content", "mode", "owner", "group"}],   what to write
      "remove": [path],                                          what to take away
-     "checks": [{"command": [...], "paths": [prefix]}]}         run when such a path changed
+     "checks": [{"command": [...], "paths": [prefix],           run when such a path changed
+                 "remedy": text}]}                              told when it refuses; may be ""
 
 Each file is written beside its place and renamed into it. When a check refuses the result,
 every file is put back as it was and the exit code is 1: a daemon that is restarted by
 somebody else never finds a configuration that its own checker refused. What was put is
-remembered in /var/lib/vllm/manifest.json; only paths in there are ever removed.
+remembered in /var/lib/vllm/manifest.json; only paths in there are ever removed. A unit whose file
+is removed is stopped, by what it says itself, and no longer enabled.
 """
 
+import glob
 import grp
 import hashlib
 import json
@@ -29,6 +32,7 @@ STATE = "/var/lib/vllm"
 MANIFEST = STATE + "/manifest.json"
 SUFFIX = ".vllm-fleet-new"
 UNITS = "/etc/systemd/"
+OWN_UNITS = UNITS + "system"  # of whole units; drop-ins are below it
 
 
 def system_user() -> None:
@@ -104,10 +108,14 @@ def remove(path: str) -> None:
         folder = os.path.dirname(folder)
 
 
-def refused_by(checks: Sequence[Dict[str, Any]], changed: Sequence[str]) -> Optional[str]:
-    """What the first failing check said, or None."""
+def refused_by(
+    checks: Sequence[Dict[str, Any]], changed: Sequence[str], removed: Sequence[str]
+) -> Optional[str]:
+    """What the first failing check said, or None; a check of a file that is removed is left out."""
     for check in checks:
         if not any(path.startswith(tuple(check["paths"])) for path in changed):
+            continue
+        if set(check["command"]) & set(removed):
             continue
         if shutil.which(check["command"][0]) is None:
             return f"{check['command'][0]}: not installed on this host"
@@ -116,8 +124,29 @@ def refused_by(checks: Sequence[Dict[str, Any]], changed: Sequence[str]) -> Opti
         )
         if done.returncode != 0:
             text = done.stdout.decode(errors="replace").strip()
-            return f"{' '.join(check['command'])}: {text}"
+            remedy = f"; {check['remedy']}" if check.get("remedy") else ""
+            return f"{' '.join(check['command'])}: {text}{remedy}"
     return None
+
+
+def end_units(removed: Sequence[str]) -> None:
+    """Stop and disable the units whose files are removed; systemd still knows what they do then.
+
+    Templates are left out: each of their instances is drained and ended by others before.
+    """
+    units = [
+        os.path.basename(path)
+        for path in removed
+        if os.path.dirname(path) == OWN_UNITS and "@" not in path
+    ]
+    if not units:
+        return
+    done = subprocess.run(["systemctl", "stop", *units], check=False)
+    if done.returncode != 0:
+        print(f"files: {' '.join(units)}: removed, but could not be stopped", file=sys.stderr)
+    for unit in units:
+        for link in glob.glob(f"{OWN_UNITS}/*.wants/{unit}"):
+            os.unlink(link)
 
 
 def apply(order: Dict[str, Any]) -> Optional[str]:
@@ -142,7 +171,7 @@ def apply(order: Dict[str, Any]) -> Optional[str]:
             )
         for path in order["remove"]:
             remove(path)
-        refusal = refused_by(order["checks"], changed)
+        refusal = refused_by(order["checks"], changed, order["remove"])
     except (OSError, KeyError) as error:
         refusal = str(error)
     if refusal:
@@ -156,6 +185,7 @@ def apply(order: Dict[str, Any]) -> Optional[str]:
     for path in order["remove"]:
         manifest.pop(path, None)
     write(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode(), 0o600, 0, 0)
+    end_units(order["remove"])
     if any(path.startswith(UNITS) for path in changed):
         subprocess.run(["systemctl", "daemon-reload"], check=True)
     return None

@@ -98,7 +98,9 @@ class Start:
             say(f"{self.name}: ready after {took:.0f} s")
             self.tell_memory(now.get("InvocationID", ""))
         elif active == "failed" or failures >= TRIES:
-            self.outcome = f"failed to start ({now.get('Result')}, {max(failures, 1)} tries)"
+            result = now.get("Result")  # "success" while systemd waits to try again
+            why = "" if result in (None, "", "success") else f"{result}, "
+            self.outcome = f"failed to start ({why}{max(failures, 1)} tries)"
         elif active == "inactive" and took > 5:
             self.outcome = "stopped by somebody else while starting"
         elif took > self.seconds:

@@ -133,7 +133,7 @@ def read_json(path: str) -> Any:
     text = read(path)
     try:
         return json.loads(text) if text else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

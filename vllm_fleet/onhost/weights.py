@@ -112,7 +112,7 @@ def read_stamp(path: Path) -> Optional[Dict[str, Any]]:
     """A stamp; None where there is none, or none that can be read."""
     try:
         stamp = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return stamp if isinstance(stamp, dict) and isinstance(stamp.get("files"), dict) else None
 
@@ -857,8 +857,15 @@ def safetensors_header(path: Path) -> Dict[str, Any]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ):
             raise ValueError("its header is damaged") from None
     if 8 + length + end != size:
         raise ValueError(f"is {size} bytes, its header says {8 + length + end}: cut short or mixed")
@@ -892,17 +899,26 @@ def unserved(config: Any, engines: Iterable[Mapping[str, Any]]) -> Optional[str]
     """Why one of the wanted releases cannot serve a config.json; None where all can, or may.
 
     Each engine: "known": its architectures; "advice": sentence by other ones; "unknown": the
-    sentence for all the rest, with ARCHITECTURE in it.
+    sentence for all the rest, with ARCHITECTURE in it; "pooling": endings of those that it makes
+    of the known ones that end in one of "suffixes".
     """
     named = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(named, list) or not named or "auto_map" in config:
         return None  # the code of a custom one comes with the repository
     for engine in engines:
-        if not any(one in engine["known"] for one in named):
+        if not any(_serves(engine, str(one)) for one in named):
             one = str(named[0])
             sentence = engine["advice"].get(one) or engine["unknown"].replace("ARCHITECTURE", one)
             return str(sentence)
     return None
+
+
+def _serves(engine: Mapping[str, Any], one: str) -> bool:
+    """Whether an engine has an architecture, or makes it of another: engine_data.serves."""
+    suffix = next((s for s in engine["pooling"] if one.endswith(s)), "")
+    stem = one[: len(one) - len(suffix)]
+    names = [stem + s for s in engine["suffixes"]] if suffix and stem else []
+    return any(name in engine["known"] for name in [one, *names])
 
 
 def _architectures(directory: Path) -> List[str]:
@@ -940,7 +956,7 @@ def _is_lfs_pointer(path: Path) -> bool:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: is no JSON ({error})") from None
 
 

@@ -8,18 +8,27 @@ from collections.abc import Generator, Sequence
 from pyinfra import host
 from pyinfra.api import StringCommand, operation
 
-from vllm_fleet import paths
+from vllm_fleet import firewall, paths
 from vllm_fleet.files import ManagedFile
+from vllm_fleet.gateway import keepalived
 from vllm_fleet.operations.remote import Script, inline
 from vllm_fleet.plan import HostPlan, Service
 
-# Checked on the host before a changed file stays: (paths that matter, command).
+# Checked on the host before a changed file stays: (paths that matter, command, what to do).
 CHECKS = (
-    (("/etc/nginx/",), ("nginx", "-t", "-q")),
+    (("/etc/nginx/",), ("nginx", "-t", "-q"), ""),
     (
         ("/etc/prometheus/vllm-fleet",),
         ("promtool", "check", "config", "/etc/prometheus/vllm-fleet.yml"),
+        "",
     ),
+    (
+        (firewall.FILE,),
+        ("nft", "-c", "-f", firewall.FILE),
+        "where this kernel has no nf_tables, set `firewall: false` and close the instances' "
+        "ports elsewhere",
+    ),
+    ((keepalived.CONF,), ("keepalived", "-t", "-f", keepalived.CONF), ""),
 )
 APT_FILES = ("/etc/apt/sources.list.d/", "/etc/apt/keyrings/")
 APT = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -q"
@@ -51,7 +60,7 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
 
 
 @operation()
-def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand, None, None]:
+def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand | str, None, None]:
     """
     Put the files that differ, in one command, and check them before they stay.
 
@@ -79,7 +88,10 @@ def _order(files: Sequence[ManagedFile], remove: Sequence[str] = ()) -> dict[str
             for file in files
         ],
         "remove": list(remove),
-        "checks": [{"paths": list(where), "command": list(command)} for where, command in CHECKS],
+        "checks": [
+            {"paths": list(where), "command": list(command), "remedy": remedy}
+            for where, command, remedy in CHECKS
+        ],
     }
 
 

@@ -4,9 +4,10 @@
 >>> size(config, gpu=find_gpu("H100"), tp=2, vllm_version="0.21.0").kv_cache_tokens
 """
 
+from . import options
 from .choose import Choice, Choices, Traffic, choose
 from .core import Rank, Sizing, Spread, size
-from .errors import SizingError
+from .errors import RefusedError, SizingError
 from .gpus import Gpu
 from .gpus import find as find_gpu
 from .gpus import from_smi as gpu_from_smi
@@ -17,6 +18,7 @@ __all__ = [
     "Choices",
     "Gpu",
     "Rank",
+    "RefusedError",
     "Sizing",
     "SizingError",
     "Spread",
@@ -25,5 +27,6 @@ __all__ = [
     "find_gpu",
     "gpu_from_smi",
     "load_config",
+    "options",
     "size",
 ]

@@ -39,10 +39,15 @@ class Attention:
 
 @dataclass(frozen=True)
 class Latent:
-    """MLA: one latent vector a token; ``indexer``: bytes of a DSA key, when the layer has one."""
+    """MLA: one latent vector a token; ``indexer``: bytes of a DSA key, when the layer has one.
+
+    ``shares``: it uses the choice of a layer before it (IndexCache), and from vLLM 0.24 on has no
+    indexer of its own.
+    """
 
     width: int
     indexer: int | None = None
+    shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Model:
     latent_heads: int = 0  # MLA: heads * (nope + v) * rank is copied when kv_b is quantised
     latent_up: int = 0  # (nope + v) * rank
     latent_rank: int = 0
+    index_topk: int = 0  # DSA: keys chosen for a token
     warnings: tuple[str, ...] = field(default=())
     generates: bool = True
 

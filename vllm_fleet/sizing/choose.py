@@ -5,17 +5,19 @@ An operator's own value always wins; it is checked like a chosen one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import options
 from .core import Sizing, size
-from .errors import SizingError
+from .errors import RefusedError, SizingError
 from .gpus import Gpu
 from .models import build
 from .quant import Quantisation, quantisation
-from .rules import DEFAULT_VERSION, parse_version
+from .rules import DEFAULT_VERSION, parse_version, rules
 
 #: links over which TP is worth its all-reduces, best first
 TENSOR_LINKS = ("nvswitch", "nvlink", "nv")
@@ -161,6 +163,10 @@ def refusals(
         out.append(
             f"{shown}: sparse attention (DSA) of {model.architecture} needs Hopper or Blackwell"
         )
+    elif model.indexed and capability[0] == 12 and not rules(vllm_version).packs_sparse_keys:
+        out.append(
+            f"{shown}: sparse attention (DSA) of {model.architecture} runs on it from vLLM 0.24 on"
+        )
     wanted = model.dtype if dtype == "auto" else dtype
     if "bfloat16" in wanted and capability < (8, 0) and dtype != "auto":
         out.append(f"{shown} has no bfloat16: use dtype half")
@@ -256,17 +262,16 @@ def choose(
         dtype = pick("dtype", "half", f"{gpu.name} has no bfloat16")
     elif "dtype" in own:
         dtype = pick("dtype", None, "")
-    utilization = pick("gpu-memory-utilization", *_utilization(gpu, used_gib, model.indexed))
-    eager = bool(own.get("enforce-eager", False))
-    seqs = own.get("max-num-seqs")
-    batched = own.get("max-num-batched-tokens")
-    wanted, why_length = _wanted_length(own, traffic, model.max_len)
+    pick("gpu-memory-utilization", *_utilization(gpu, used_gib, model.indexed))
+    utilization = options.share(own, "gpu-memory-utilization", settings[-1].value)
+    seqs = options.number(own, "max-num-seqs")
+    batched = options.number(own, "max-num-batched-tokens")
+    length_own = options.length(own)
+    wanted, why_length = _wanted_length(length_own, traffic, model.max_len)
+    asked_for = options.given(own, task)
+    warnings += options.warnings(own)
 
-    layouts = splits(config, count, links)
-    if "tensor-parallel-size" in own or "pipeline-parallel-size" in own:
-        tp = int(own.get("tensor-parallel-size", 1))
-        pp = int(own.get("pipeline-parallel-size", max(count // tp, 1)))
-        layouts = [(tp, pp, "set by the operator")]
+    layouts = _layouts(config, count, links, own)
     if not layouts:
         raise SizingError(
             f"{model.architecture} cannot be divided over {count} cards: no TP divides its heads."
@@ -279,17 +284,14 @@ def choose(
             tp=tp,
             pp=pp,
             vllm_version=vllm_version,
-            gpu_memory_utilization=float(utilization),
+            gpu_memory_utilization=utilization,
             max_model_len=length,
             max_num_seqs=seqs,
             max_num_batched_tokens=batched,
             kv_cache_dtype=kv,
-            dtype=dtype,
-            quantization=own.get("quantization"),
-            enforce_eager=eager,
-            pooling=task != "chat",
-            speculative_tokens=_speculative(own),
+            dtype=str(dtype or "auto"),
             used_gib=used_gib,
+            **asked_for,
         )
 
     kv_options: Sequence[str] = ["auto"]
@@ -298,16 +300,18 @@ def choose(
     elif gpu.capability >= (8, 9) and quant.kv_cache is None:
         kv_options = ["auto", "fp8"]
     # Known traffic must fit as asked; else any useful context will do, and is fitted below.
-    fixed = bool(traffic.longest or traffic.mean_in or "max-model-len" in own)
+    fixed = bool(traffic.longest or traffic.mean_in or length_own)
     need = wanted if fixed else min(wanted, USEFUL)
-    asked = traffic.concurrent if fixed and "max-model-len" not in own else 1
+    asked = traffic.concurrent if fixed and not length_own else 1
     best: tuple[int, int, str, str, Sizing] | None = None
+    refused = True
     for kv in kv_options:
         for tp, pp, why in layouts:
             try:
                 found = sized(tp, pp, kv, need)
             except SizingError as error:
                 tried.append(f"TP {tp} PP {pp}: {error}")
+                refused = refused and isinstance(error, RefusedError)
                 continue
             good = found.fits and _holds(found, traffic) >= asked
             if (
@@ -329,7 +333,8 @@ def choose(
         if best is not None and best[4].fits and _holds(best[4], traffic) >= asked:
             break
     if best is None:
-        raise SizingError("; ".join(tried))
+        kind = RefusedError if refused else SizingError
+        raise kind("; ".join(dict.fromkeys(one.rstrip(".") for one in tried)) + ".")
     tp, pp, kv, why, found = best
     if need != wanted:
         found = sized(tp, pp, kv, wanted)
@@ -338,7 +343,7 @@ def choose(
         pick("pipeline-parallel-size", pp, why)
 
     length = wanted
-    if "max-model-len" in own:
+    if length_own:
         pick("max-model-len", wanted, "")
     else:
         length, why_length = _fit_length(
@@ -354,7 +359,9 @@ def choose(
             "does not fit",
         )
     pick("max-num-seqs", *_seqs(final, traffic, task, model.hybrid))
+    seqs = seqs or settings[-1].value
     pick("max-num-batched-tokens", *_batched(final))
+    batched = batched or settings[-1].value
     settings.append(
         Choice(
             "quantization",
@@ -379,51 +386,31 @@ def choose(
         for name, value in own.items()
         if name not in known
     ]
-    after = sized_again(config, gpu, settings, vllm_version, task, own, used_gib)
+    after = sized(tp, pp, kv, length)  # of the settings as chosen: what is shown is what is set
     if not after.fits:
         no.append(after.reason)
     warnings += after.warnings
     return Choices(tuple(settings), after, tuple(no), tuple(warnings), tuple(tried))
 
 
-def sized_again(
-    config: Mapping[str, Any],
-    gpu: Gpu,
-    settings: Sequence[Choice],
-    vllm_version: str,
-    task: str,
-    own: Mapping[str, Any],
-    used_gib: float,
-) -> Sizing:
-    """The sizing of the settings as chosen, so that what is shown is what is set."""
-    by = {c.name: c.value for c in settings}
-    return size(
-        config,
-        gpu=gpu,
-        tp=int(by["tensor-parallel-size"]),
-        pp=int(by.get("pipeline-parallel-size", 1)),
-        dcp=int(own.get("decode-context-parallel-size", 1)),
-        vllm_version=vllm_version,
-        gpu_memory_utilization=float(by["gpu-memory-utilization"]),
-        max_model_len=int(by["max-model-len"]),
-        max_num_seqs=int(by["max-num-seqs"]),
-        max_num_batched_tokens=int(by["max-num-batched-tokens"]),
-        kv_cache_dtype=str(by.get("kv-cache-dtype") or "auto"),
-        dtype=str(by.get("dtype") or "auto"),
-        quantization=own.get("quantization"),
-        enforce_eager=bool(own.get("enforce-eager", False)),
-        expert_parallel=bool(own.get("enable-expert-parallel", False)),
-        pooling=task != "chat",
-        speculative_tokens=_speculative(own),
-        used_gib=used_gib,
+def _layouts(
+    config: Mapping[str, Any], count: int, links: str, own: Mapping[str, Any]
+) -> list[tuple[int, int, str]]:
+    """(TP, PP, why) to try: as the operator says, and over the cards that this leaves."""
+    tp, pp, data = (
+        options.number(own, f"{one}-parallel-size") for one in ("tensor", "pipeline", "data")
     )
-
-
-def _speculative(own: Mapping[str, Any]) -> int:
-    value = own.get("speculative-config")
-    if isinstance(value, Mapping) and value.get("method") in ("mtp", "deepseek_mtp"):
-        return int(value.get("num_speculative_tokens", 1))
-    return 0
+    sizes = [1 if size is None else size for size in (tp, pp, data)]
+    fixed = math.prod(sizes)
+    if min(sizes) < 1 or count % fixed or (tp and pp and fixed != count):
+        raise RefusedError(
+            f"tensor- x pipeline- x data-parallel-size {' x '.join(map(str, sizes))} does not "
+            f"divide the {count} cards; change `cards` or these options."
+        )
+    if tp or pp:
+        rest = count // fixed
+        return [(tp or rest, pp or rest, "set by the operator, over all cards")]
+    return splits(config, count // fixed, links)
 
 
 def _utilization(gpu: Gpu, used_gib: float, indexed: bool) -> tuple[float, str]:
@@ -449,9 +436,9 @@ def _holds(found: Sizing, traffic: Traffic) -> float:
     return found.max_concurrency
 
 
-def _wanted_length(own: Mapping[str, Any], traffic: Traffic, most: int) -> tuple[int, str]:
-    if "max-model-len" in own and own["max-model-len"] not in ("auto", -1):
-        return int(own["max-model-len"]), "set by the operator"
+def _wanted_length(own: int | None, traffic: Traffic, most: int) -> tuple[int, str]:
+    if own:
+        return own, "set by the operator"
     if traffic.longest:
         length = min(-(-traffic.longest // STEP) * STEP, most)
         return length, f"the longest request, {traffic.longest} tokens, rounded up"

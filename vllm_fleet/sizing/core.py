@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from . import memory
 from .arch import Attention, Latent, Layer, Model, State
-from .errors import SizingError
+from .errors import RefusedError, SizingError
 from .gpus import Gpu
 from .headers import StoredWeights, stored_weights
 from .kvcache import (
@@ -25,7 +25,7 @@ from .kvcache import (
     longest,
     pool,
 )
-from .models import SINCE, build
+from .models import build, check_version
 from .quant import Quantisation, quantisation
 from .rules import DEFAULT_VERSION, Rules, parse_version, rules
 from .weights import (
@@ -173,11 +173,16 @@ def _kv_token(
     element: float,
     gpu: Gpu,
     sparse: bool,
+    packs: bool = False,
 ) -> float:
-    """Bytes of one token in one layer on one card."""
+    """Bytes of one token in one layer on one card. ``packs``: see Rules.packs_sparse_keys."""
     if isinstance(cache, Latent):
         if kv_dtype == "fp8_ds_mla" or (
-            sparse and kv_dtype.startswith("fp8") and gpu.capability[0] != 10
+            sparse
+            and (
+                (kv_dtype.startswith("fp8") and gpu.capability[0] != 10)
+                or (kv_dtype == "auto" and packs and gpu.capability[0] == 12)
+            )
         ):
             return 656.0  # 512 fp8 + 4 scales + 64 in bf16
         if kv_dtype.startswith(("fp8",)):
@@ -225,7 +230,11 @@ def cache_specs(
     if model.hybrid:
         attention = next(e.cache for e in model.layers if isinstance(e.cache, Attention | Latent))
         state = next(e.cache for e in model.layers if isinstance(e.cache, State))
-        token = int(_kv_token(attention, parallel, kv_dtype, element, gpu, model.indexed))
+        token = int(
+            _kv_token(
+                attention, parallel, kv_dtype, element, gpu, model.indexed, found.packs_sparse_keys
+            )
+        )
         size = _state_bytes(state, parallel, element, speculative)
         block, state_page = align_hybrid_block(block, kernel, token, size)
         align = prefix_caching
@@ -251,7 +260,11 @@ def cache_specs(
                     extra_blocks=speculative,
                 )
                 continue
-            token = int(_kv_token(cache, parallel, kv_dtype, element, gpu, model.indexed))
+            token = int(
+                _kv_token(
+                    cache, parallel, kv_dtype, element, gpu, model.indexed, found.packs_sparse_keys
+                )
+            )
             if isinstance(cache, Latent):
                 mine[name] = Spec("mla", block, token)
                 if cache.indexer is not None:
@@ -350,24 +363,25 @@ def size(
         raise SizingError(
             f"gpu_memory_utilization {utilization}: a share of the card above 0 up to 1."
         )
+    if found.known:
+        check_version(config, found.version, where)
     model = build(config, where)
-    since = SINCE.get(model.architecture)
-    if since and found.known and parse_version(found.version) < since:
-        raise SizingError(
-            f"{where}: architecture {model.architecture} is not known to vLLM {found.version}; "
-            f"the first version that serves it is {since[0]}.{since[1]}.0."
-        )
+    if found.shares_indexers:
+        model = replace(model, layers=tuple(map(_without_own_indexer, model.layers)))
     quant = quantisation(config, quantization, where)
     parallel = Parallel(tp, pp, dcp, dp, expert_parallel)
     check_split(model, parallel)
     if pooling:
-        model = Model(**{**model.__dict__, "generates": False})
+        model = replace(model, generates=False)
     warnings += model.warnings
     wanted = DTYPES.get(dtype, dtype)
     used_dtype = model.dtype.removeprefix("torch.") if wanted == "auto" else wanted
     if wanted == "auto" and used_dtype == "float32":
         # config/model.py: _resolve_auto_dtype: float32 checkpoints run in 16 bit
         used_dtype = "bfloat16"
+    if wanted == "auto" and used_dtype == "bfloat16" and gpu.capability < (8, 0):
+        used_dtype = "float16"
+        warnings.append(f"{gpu.name} has no bfloat16: dtype auto becomes float16")
     element = element_bytes(used_dtype)
     if kv_cache_dtype not in KV_DTYPES:
         raise SizingError(
@@ -388,7 +402,7 @@ def size(
     tokens = max_num_batched_tokens or tokens
     seqs = max_num_seqs or min(seqs, tokens)
     if seqs > tokens:
-        raise SizingError(
+        raise RefusedError(
             f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}; vLLM refuses that."
         )
     if speculative_tokens and not model.draft:
@@ -425,7 +439,11 @@ def size(
     stored: StoredWeights | None = None
     if weights_dir is not None:
         stored = stored_weights(weights_dir)
-        if stored is not None:
+        if stored is None:
+            warnings.append(
+                f"no safetensors in {weights_dir}: the weights are sized from config.json alone"
+            )
+        else:
             warnings += stored.warnings
     minor = min(parse_version(found.version)[1], 33)
     card = Card(gpu.capability)
@@ -585,6 +603,14 @@ def size(
     )
 
 
+def _without_own_indexer(layer: Layer) -> Layer:
+    """A DSA layer as it is made where it uses the indices of one before it."""
+    if not isinstance(layer.cache, Latent) or not layer.cache.shares:
+        return layer
+    kept = tuple(w for w in layer.weights if ".indexer." not in w.name)
+    return replace(layer, cache=replace(layer.cache, indexer=None), weights=kept)
+
+
 def _whole(shared: Pool, groups: tuple[Any, ...]) -> Pool:
     """The scheduler's view: every group has its layers, whatever rank they are on."""
     return Pool(groups, shared.block_bytes)
@@ -597,7 +623,7 @@ def _buffers_in_weights(model: Model, tokens: int) -> float:
     0.15 GiB more than its weights (four models, 8 to 78 layers, TP 1 and 8, on Hopper); where it
     is allocated was not found.
     """
-    size = tokens * 2048 * 4.0 if model.indexed else 0.0
+    size = tokens * model.index_topk * 4.0
     return size + (147.0 * memory.MIB if model.latent else 0.0)
 
 
@@ -613,7 +639,7 @@ def _stored_share(
 
     The computed side is the checkpoint's: no rotary tables, no copies, one card.
     """
-    bare = Model(**{**model.__dict__, "every": (), "latent_heads": 0})
+    bare = replace(model, every=(), latent_heads=0, generates=stored.has_head)
     alone = rank_weights(
         bare, Parallel(), quant, dtype=dtype, card=card, minor=minor, draft=stored.has_draft
     )
@@ -642,7 +668,8 @@ def _card_warnings(
         )
     if dtype == "bfloat16" and gpu.capability < (8, 0):
         warnings.append(
-            f"compute capability {capability} has no bfloat16; vLLM refuses it: use --dtype half"
+            f"compute capability {capability} has no bfloat16; vLLM refuses it: use --dtype half, "
+            "or leave --dtype out"
         )
     if gpu.unified:
         warnings.append(

@@ -9,3 +9,7 @@ class SizingError(ValueError):
     The message says what, where (the config key), why and what to do. Nothing is ever sized
     from a guess instead.
     """
+
+
+class RefusedError(SizingError):
+    """What vLLM itself refuses to start with, whatever the memory."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_fleet.jsontext import parsed
 
 from .errors import SizingError
 
@@ -22,6 +23,7 @@ class StoredWeights:
     tensors: int
     dtypes: dict[str, int]  # bytes by dtype
     has_draft: bool
+    has_head: bool
     warnings: tuple[str, ...] = ()
 
 
@@ -37,7 +39,7 @@ def read_header(file: Path) -> dict[str, Any]:
             raise SizingError(f"{file}: {what}; fetch the real file.")
         text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = parsed(text)
     except ValueError as error:
         raise SizingError(f"{file}: its header is not JSON: {error}; fetch it again.") from error
     if not isinstance(header, dict):
@@ -56,8 +58,8 @@ def stored_weights(directory: Path) -> StoredWeights | None:
     files = sorted(directory.glob("*.safetensors"))
     if index.is_file():
         try:
-            listing = json.loads(index.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            listing = parsed(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise SizingError(f"{index}: not readable as JSON: {error}; fetch it again.") from error
         named = listing.get("weight_map") if isinstance(listing, dict) else None
         if not isinstance(named, dict) or not named:
@@ -79,7 +81,7 @@ def stored_weights(directory: Path) -> StoredWeights | None:
         return None
     size = count = 0
     dtypes: dict[str, int] = {}
-    draft = False
+    draft = head = False
     for file in files:
         for name, entry in read_header(file).items():
             if name == "__metadata__":
@@ -88,12 +90,13 @@ def stored_weights(directory: Path) -> StoredWeights | None:
                 begin, end = entry["data_offsets"]
                 dtype = str(entry["dtype"])
                 length = int(end) - int(begin)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise SizingError(f"{file}: tensor {name}: {error!r} in its header.") from error
             size += length
             count += 1
             dtypes[dtype] = dtypes.get(dtype, 0) + length
             draft = draft or name.startswith("mtp.") or ".eh_proj." in name
+            head = head or "lm_head." in name or ".output_layer." in name
     if not size:
         raise SizingError(f"{directory}: its safetensors hold no data; fetch them again.")
-    return StoredWeights(size, count, dtypes, draft, tuple(warnings))
+    return StoredWeights(size, count, dtypes, draft, head, tuple(warnings))

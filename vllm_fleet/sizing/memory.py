@@ -138,7 +138,9 @@ def expert_workspace(
     if layer is None:
         return 0.0
     width = (
-        layer.expert_width if parallel.expert_parallel else cdiv(layer.expert_width, parallel.tp)
+        layer.expert_width
+        if parallel.expert_parallel
+        else cdiv(layer.expert_width, parallel.experts_over)
     )
     rows = run.tokens * layer.top_k
     scheme = quant.scheme(f"model.layers.{layer.index}.mlp.experts", "expert")

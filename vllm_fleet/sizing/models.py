@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from vllm_fleet import engine_data
+
 from .arch import Model
 from .archs import BUILDERS
 from .archs.gemma import GEMMA3_DEFAULTS
@@ -51,21 +53,25 @@ BY_TYPE = {
     "gpt_oss": "GptOssForCausalLM",
 }
 
-#: first vLLM that knows an architecture, where that is after 0.18 (models/registry.py)
-SINCE = {
-    "Gemma4ForCausalLM": (0, 19),
-    "Gemma4ForConditionalGeneration": (0, 19),
-}
-
 #: Known to a vLLM, but not sized here: why. Better refused than guessed.
 NOT_SIZED = {
-    "Glm5NextForCausalLM": "GLM-5.3 (Glm5Next) is served from vLLM 0.30.0 on; its pooled "
-    "sparse keys, linear attention and hyper-connections are not sized yet",
-    "Glm5NextForConditionalGeneration": "GLM-5.3 (Glm5Next) is served from vLLM 0.30.0 on; its "
-    "pooled sparse keys, linear attention and hyper-connections are not sized yet",
+    "Glm5NextForCausalLM": "the pooled sparse keys, linear attention and hyper-connections of "
+    "GLM-5.3 (Glm5Next) are not sized yet",
+    "Glm5NextForConditionalGeneration": "the pooled sparse keys, linear attention and "
+    "hyper-connections of GLM-5.3 (Glm5Next) are not sized yet",
     "DeepseekV4ForCausalLM": "DeepSeek-V4's compressed KV caches are not sized yet",
     "KimiLinearForCausalLM": "Kimi-Linear's KDA layers are not sized yet",
 }
+
+
+def check_version(config: Mapping[str, Any], version: str, where: str) -> None:
+    """Refuses a model that a version does not know, naming the one that does."""
+    names = config.get("architectures") or [BY_TYPE.get(str(config.get("model_type")))]
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        return  # told by build
+    problems = [engine_data.architecture_problem(version, name) for name in names]
+    if all(problems):
+        raise SizingError(f"{where}: {problems[0]}.")
 
 
 def build(config: Mapping[str, Any], where: str = "config.json") -> Model:
@@ -92,11 +98,20 @@ def build(config: Mapping[str, Any], where: str = "config.json") -> Model:
     name = next((n for n in names if n in BUILDERS), names[0])
     pooling = False
     if name not in BUILDERS:
-        base = name.removesuffix("ForSequenceClassification").removesuffix("Model")
-        if name != base and f"{base}ForCausalLM" in BUILDERS:
-            name, pooling = f"{base}ForCausalLM", True
+        made_of = next((base for base in engine_data.bases(name) if base in BUILDERS), None)
+        if made_of is not None:
+            name, pooling = made_of, True
     if name not in BUILDERS:
         reason = NOT_SIZED.get(name, "this planner does not know how it lays out memory")
+        first = engine_data.first_version_with(name)
+        if first is None:
+            raise SizingError(
+                f"{where}: architecture {name} is not known to any vLLM from "
+                f"{engine_data.versions()[0]} to {engine_data.versions()[-1]}, nor to this "
+                "planner. Check `architectures` in config.json."
+            )
+        if first != engine_data.versions()[0]:
+            reason = f"vLLM serves it from {first} on; {reason}"
         raise SizingError(
             f"{where}: architecture {name} cannot be sized: {reason}. Start it once and read "
             "vLLM's own 'Model loading took' and 'GPU KV cache size' lines."

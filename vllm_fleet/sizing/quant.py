@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import SizingError
+from .errors import RefusedError, SizingError
 from .kvcache import cdiv
 
 
@@ -135,7 +135,7 @@ def quantisation(
     method = str(data.get("quant_method", "")).lower()
     place = f"{where}: quantization_config"
     if override and override.lower() not in _same(method, data):
-        raise SizingError(
+        raise RefusedError(
             f"{place}: the weights are {method or 'quantised'}, but --quantization is "
             f"{override}; vLLM refuses that. Leave --quantization out."
         )

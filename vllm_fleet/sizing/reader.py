@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from vllm_fleet.jsontext import parsed
 
 from .errors import SizingError
 
@@ -77,7 +78,7 @@ class Keys:
 
     def share(self, name: str, value: Any) -> float:
         """``value`` of key ``name`` as a number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
             raise SizingError(f"{self.where}: {name}: {value!r} is not a number above 0.")
         return float(value)
 
@@ -127,8 +128,8 @@ def load_config(path: str | Path) -> tuple[dict[str, Any], Path | None]:
         what = "has no config.json" if directory else "does not exist"
         raise SizingError(f"{place} {what}. Give a config.json or a directory with weights.")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        data = parsed(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise SizingError(f"{file}: not readable as JSON: {error}. Fetch it again.") from error
     if not isinstance(data, dict):
         raise SizingError(f"{file}: a JSON object is wanted.")
@@ -136,8 +137,8 @@ def load_config(path: str | Path) -> tuple[dict[str, Any], Path | None]:
         beside = file.with_name(f"{file.name.removesuffix('config.json')}hf_quant_config.json")
         if beside.is_file():
             try:
-                quant = json.loads(beside.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+                quant = parsed(beside.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
                 raise SizingError(
                     f"{beside}: not readable as JSON: {error}. Fetch it again."
                 ) from error

@@ -53,6 +53,11 @@ class Rules:
     #: utils/mem_utils.memory_profiling: consumed = free before - free after, so that buffers the
     #: runner allocates outside the profile run are counted too
     counts_runner_buffers: bool
+    #: deepseek_v2.py: layers that use the indices of another (index_topk_freq) have no indexer
+    shares_indexers: bool
+    #: mla_attention._canonicalize_sparse_mla_kv_cache_dtype: DSA on sm_12x keeps fp8_ds_mla by
+    #: itself; before there is no sparse attention for it
+    packs_sparse_keys: bool
     #: v1/worker/gpu/model_runner._dummy_sampler_run: the second runner profiles fp32 logits
     v2_samples_fp32: bool
 
@@ -132,5 +137,7 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         v2_runner=runner,
         v2_architectures=listed,
         counts_runner_buffers=minor >= 27,
+        shares_indexers=minor >= 24,
+        packs_sparse_keys=minor >= 24,
         v2_samples_fp32=minor >= 33,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .allocator import Allocator
 from .arch import Layer, Model, Weight
-from .errors import SizingError
+from .errors import RefusedError, SizingError
 from .kvcache import cdiv
 from .quant import PLAIN, Quantisation, Scheme
 
@@ -37,7 +37,10 @@ class Parallel:
 
     @property
     def experts_over(self) -> int:
-        """Cards that whole experts are divided over, with EP (FusedMoEParallelConfig)."""
+        """Cards that experts are divided over: whole ones with EP, else each of them.
+
+        FusedMoEParallelConfig.make
+        """
         return self.tp * self.dp
 
 
@@ -57,21 +60,26 @@ def check_split(model: Model, parallel: Parallel) -> None:
             continue
         if "expert" in what and parallel.expert_parallel:
             continue
+        if "expert" in what and parallel.dp > 1 and number % parallel.experts_over:
+            raise RefusedError(
+                f"tensor x data parallel size {tp} x {parallel.dp} does not divide the {number} "
+                f"{what} of {model.architecture}; use enable-expert-parallel, or fewer."
+            )
         if number and number % tp:
             good = [n for n in (1, 2, 4, 8, 16) if all(v % n == 0 for _, v in model.divide if v)]
-            raise SizingError(
+            raise RefusedError(
                 f"tensor parallel size {tp} does not divide the {number} {what} of "
                 f"{model.architecture}; possible are {', '.join(map(str, good))}."
             )
     for layer in model.layers:
         heads = getattr(layer.cache, "kv_heads", None)
         if heads is not None and heads % tp and tp % heads:
-            raise SizingError(
+            raise RefusedError(
                 f"tensor parallel size {tp} neither divides nor is a multiple of the {heads} KV "
                 f"heads of layer {layer.index}."
             )
     if parallel.pp > len(model.layers):
-        raise SizingError(
+        raise RefusedError(
             f"pipeline parallel size {parallel.pp} is more than the {len(model.layers)} layers."
         )
     if parallel.dcp > 1:
@@ -82,7 +90,7 @@ def check_split(model: Model, parallel: Parallel) -> None:
         )
         # config/parallel.py, config/model.py: verify_with_parallel_config
         if tp % parallel.dcp or (not model.latent and (tp <= kv or tp // kv < parallel.dcp)):
-            raise SizingError(
+            raise RefusedError(
                 f"decode context parallel size {parallel.dcp} needs KV heads that are "
                 f"replicated: tensor parallel size {tp} over {kv} KV heads leaves "
                 f"{max(tp // kv, 1)} copies. Lower it."
@@ -118,7 +126,7 @@ class Card:
 
 def shard(weight: Weight, parallel: Parallel) -> tuple[int, int, float]:
     """Rows, columns and count of a weight on one rank of a TP group."""
-    tp = parallel.tp
+    tp = parallel.experts_over if weight.role == "expert" else parallel.tp
     out, inner, count = weight.out, weight.inner, float(weight.count)
     if weight.role == "expert" and parallel.expert_parallel:
         return out, inner, cdiv(weight.count, parallel.experts_over)
@@ -274,7 +282,9 @@ def rank_weights(
         embedding = total((model.embedding,)) if first or tied_copy else 0.0
         if first:
             embedding += total(model.first)
-        head = total((model.head,)) if model.head is not None and last else 0.0
+        head = 0.0
+        if model.head is not None and model.generates and last:
+            head = total((model.head,))  # adapters.py: a model for pooling has none
         tower = 0.0
         if vision and model.vision is not None and first:
             split = parallel if model.vision.split else replace(parallel, tp=1)
@@ -282,6 +292,9 @@ def rank_weights(
         drafted = 0.0
         if draft and last:
             drafted = sum(total(d.weights) + copies(d) for d in model.draft)
+            if not first:
+                # llm_base_proposer.py: the target's embedding is on another rank
+                drafted += total((model.embedding,))
         other = total(model.every) + (total(model.others) if last else 0.0)
         ranks.append(RankWeights(layers, embedding, head, tower, drafted, other))
     return tuple(ranks)

@@ -12,6 +12,7 @@ from vllm_fleet.spec.entries import check_entries
 from vllm_fleet.spec.findings import At, Findings, placed
 from vllm_fleet.spec.layers import Layer, Loaded, LoadedHost
 from vllm_fleet.spec.named_files import check_named_files
+from vllm_fleet.spec.tls import ACME_PORT, check_tls
 from vllm_fleet.spec.words import nearest
 
 NODE_EXPORTER_PORT = 9100  # on every host
@@ -34,6 +35,7 @@ def check_fleet(loaded: Loaded) -> tuple[tuple[Complaint, ...], tuple[Complaint,
     _one_rollout(found, loaded)
     _names(found, loaded)
     check_named_files(found, loaded)
+    check_tls(found, warnings, loaded)
     check_engine(found, warnings, loaded)
     if not loaded.inventory.complaints:
         _unserved(found, loaded)
@@ -111,6 +113,9 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     yield NODE_EXPORTER_PORT, "the node exporter", None
     if "gateway" in groups:
         yield settings.gateway.listen, "the gateway", ("gateway", "listen")
+        tls = settings.gateway.tls
+        if tls and tls.acme and settings.gateway.listen != ACME_PORT:  # that is told in words
+            yield ACME_PORT, "the proof for the certificate", ("gateway", "tls", "acme")
     if "monitoring" in groups:
         yield settings.monitoring.listen, "Prometheus", ("monitoring", "listen")
         if settings.monitoring.grafana is not None:

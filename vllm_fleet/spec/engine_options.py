@@ -14,7 +14,7 @@ from vllm_fleet.spec.entries import holds_nul
 from vllm_fleet.spec.findings import At, Findings, placed
 from vllm_fleet.spec.inputs import config_path, read_config
 from vllm_fleet.spec.layers import Layer, Loaded, LoadedHost
-from vllm_fleet.spec.model import Instance, Model
+from vllm_fleet.spec.model import CARDS_OF_KIND, Instance, Model
 
 TRANSFORMERS = "transformers"  # value of model-impl that serves what vLLM itself does not know
 
@@ -39,6 +39,7 @@ def check_engine(found: Findings, warnings: Findings, loaded: Loaded) -> None:
                 )
                 warnings.say(version_at, text)
             _options(found, at, instance, model, models, version)
+            _ranks(found, at, instance, model)
             path = config_path(instance.model, model)
             if path not in configs:
                 try:
@@ -96,8 +97,20 @@ def _options(
     for error in _checked(version, tuple(words)):
         owner = alone.get(error) or _named_in(error, owners)
         place = owners[owner] if owner else At(at.layer, at.loc)
-        text = error.problem + (f"; write {_as_yaml(error.instead)}" if error.instead else "")
+        text = error.problem + (
+            f"; write {_as_yaml(error.instead, version)}" if error.instead else ""
+        )
         found.say(place, text, at_key=True)
+
+
+def _ranks(found: Findings, at: At, instance: Instance, model: Model) -> None:
+    """More ranks than cards, where the number of cards is written."""
+    written = instance.cards
+    kind = CARDS_OF_KIND.match(written) if isinstance(written, str) else None
+    cards = int(kind["count"]) if kind else len(written)
+    args = {_plain(k): v for k, v in {**model.vllm_args, **instance.vllm_args}.items()}
+    if cards and (problem := engine.too_many_ranks(args, cards)):
+        found.say(At(at.layer, (*at.loc, "cards")), problem)
 
 
 def _written(
@@ -126,7 +139,7 @@ def _is_name(name: str) -> bool:
     return not name.isdigit()
 
 
-def _as_yaml(instead: str) -> str:
+def _as_yaml(instead: str, version: str) -> str:
     """A remedy for the command line as a line of ``vllm_args``; other texts as they are."""
     match = re.fullmatch(r"--([a-z][a-z0-9.-]*)(?:[ =](\S+))?", instead)
     if match is None:
@@ -134,6 +147,9 @@ def _as_yaml(instead: str) -> str:
     name, value = match[1], match[2]
     if value is None and name.startswith("no-"):
         return f"`{name.removeprefix('no-')}: false`"
+    option = engine_data.nearest(version).options.get(f"--{name}")
+    if value is None and option is not None and not option.is_flag:
+        return f"`{name}`"  # with the value that stands there
     return f"`{name}: {'true' if value is None else value}`"
 
 

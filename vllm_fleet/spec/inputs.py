@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vllm_fleet import weights
+from vllm_fleet.jsontext import parsed
 from vllm_fleet.placement import Placement, read_placement
 from vllm_fleet.spec.complaints import Complaint, SpecError
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model
+from vllm_fleet.spec.keys_file import read_keys
+from vllm_fleet.spec.model import ApiKey, Fleet, HostSpec, Instance, Model
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,9 @@ class Inputs:
     """Texts by the path that the spec writes; locks by the path with its version filled in."""
 
     locks: dict[str, str] = field(default_factory=dict)
-    keys: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # (name, key)
+    keys: dict[str, tuple[ApiKey, ...]] = field(default_factory=dict)
     tls: dict[str, str] = field(default_factory=dict)
+    vrrp: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     apt_keys: dict[str, str] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
@@ -32,8 +32,8 @@ class Inputs:
         path = spec.settings.vllm_lock
         return self.locks[lock_path(path, version)] if path else None
 
-    def gateway_keys(self, spec: HostSpec) -> tuple[tuple[str, str], ...]:
-        """(name, key) of the clients of a gateway; empty where it asks for none."""
+    def gateway_keys(self, spec: HostSpec) -> tuple[ApiKey, ...]:
+        """Keys of the clients of a gateway; empty where it asks for none."""
         keys = spec.settings.api_keys
         return self.keys[keys.file] if keys else ()
 
@@ -42,10 +42,18 @@ class Inputs:
         path = spec.settings.hub.token_file
         return self.tokens[path] if path else None
 
+    def vrrp_password(self, spec: HostSpec) -> str | None:
+        """What tells the gateways' group from others; None where it has no password."""
+        shared = spec.settings.gateway.keepalived
+        path = shared.password_file if shared else None
+        return self.vrrp[path] if path else None
+
     def certificate(self, spec: HostSpec) -> tuple[str, str] | None:
-        """(chain, key) of a gateway as PEM texts; None where it serves plain HTTP."""
+        """(chain, key) of a gateway as PEM texts; None where it has none from this machine."""
         tls = spec.settings.gateway.tls
-        return (self.tls[tls.certificate], self.tls[tls.key]) if tls else None
+        if tls and tls.certificate and tls.key:
+            return self.tls[tls.certificate], self.tls[tls.key]
+        return None
 
 
 def lock_path(path: str, version: str) -> str:
@@ -62,7 +70,7 @@ def config_path(name: str, model: Model) -> str:
 def read_config(root: Path, path: str) -> dict[str, Any] | None:
     """A config.json beside group_vars; None where there is none. Raises SpecError for others."""
     try:
-        found = json.loads((root / path).read_text(encoding="utf-8"))
+        found = parsed((root / path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -106,10 +114,15 @@ def read_inputs(fleet: Fleet) -> Inputs:
             inputs.apt_keys[grafana.key_file] = _armoured(root, grafana.key_file)
     for spec in fleet.group("gateway"):
         if keys := spec.settings.api_keys:
-            listed = yaml.safe_load((root / keys.file).read_text(encoding="utf-8"))
-            inputs.keys[keys.file] = tuple((one["name"], one["key"]) for one in listed)
+            read = read_keys(root / keys.file, keys.file)
+            if read.complaints:  # it was changed since the check
+                raise SpecError(read.complaints)
+            inputs.keys[keys.file] = read.keys
+        if (shared := spec.settings.gateway.keepalived) and shared.password_file:
+            password = (root / shared.password_file).read_text(encoding="utf-8")
+            inputs.vrrp[shared.password_file] = password
         if tls := spec.settings.gateway.tls:
-            for path in (tls.certificate, tls.key):
+            for path in filter(None, (tls.certificate, tls.key)):
                 inputs.tls[path] = (root / path).read_text(encoding="utf-8")
     return inputs
 

@@ -8,11 +8,14 @@ refuse unknown keys. Checks that need more than one value of one host are in
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Task = Literal["chat", "embed", "rerank"]
 Source = Literal["modelscope", "huggingface", "path"]
@@ -23,7 +26,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # safe in unit names, file names, labels
 INSTANCE_NAME = r"^[a-z0-9][a-z0-9._-]*$"
 VERSION = r"^\d+\.\d+(\.\d+)?(\.?(post|rc|dev)\d+)?$"
 COMMIT = re.compile(r"^[0-9a-f]{40}$")
-CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d*)\s*x\s*(?P<kind>\S.*)$")
+CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d{0,3})\s*x\s*(?P<kind>\S.*)$")
+_MOMENT = re.compile(r"^\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)?)?$", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ Path = Annotated[
     str,
     Field(pattern=r"^/[^\x00\n\r]*$"),
     Wants("an absolute path in one line"),
+]
+PlainPath = Annotated[
+    str,
+    Field(pattern=r"^/[A-Za-z0-9._/@:+-]*$"),
+    Wants('an absolute path of letters, digits, ".", "_", "-", "+", "@" and ":"'),
 ]
 OneLine = Annotated[
     str,
@@ -68,6 +77,50 @@ EnvName = Annotated[
     str,
     Field(pattern=r"^[A-Z_][A-Z0-9_]*$"),
     Wants('a variable name of capital letters, digits and "_"'),
+]
+HeaderName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$"),
+    Wants('the name of a header, of letters, digits and "-"'),
+]
+
+
+_SHARED = 'an IP address with the length of its network, such as "10.0.0.100/24"'
+_NETWORK = 'an IP address or a network such as "10.0.9.0/24"'
+
+
+def _shared_address(text: str) -> str:
+    try:
+        ipaddress.ip_interface(text)
+    except ValueError:
+        raise ValueError(f"must be {_SHARED}") from None
+    if "/" not in text:
+        raise ValueError(f"must be {_SHARED}")
+    return text
+
+
+def _network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        raise ValueError(f"must be {_NETWORK}") from None
+    return text
+
+
+SharedAddress = Annotated[str, AfterValidator(_shared_address), Wants(_SHARED)]
+Network = Annotated[str, AfterValidator(_network), Wants(_NETWORK)]
+Interface = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$"),
+    Wants('the name of a network interface such as "bond0"'),
+]
+
+
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
+DnsName = Annotated[
+    str,
+    Field(pattern=rf"^(\*\.)?{_LABEL}(\.{_LABEL})*$"),
+    Wants("a DNS name"),
 ]
 
 
@@ -236,11 +289,81 @@ class Hub(Settings):
     )
 
 
-class Tls(Settings):
-    """Certificate of the gateway: files on the operator's machine."""
+class Acme(Settings):
+    """Certificate fetched and renewed on the gateway by certbot, proved over port 80."""
 
-    certificate: OneLine = Field(description="PEM chain.", examples=["secrets/gateway.pem"])
-    key: OneLine = Field(description="PEM key.", examples=["secrets/gateway.key"])
+    email: OneLine = Field(
+        description="Where the authority writes to.", examples=["ops@example.com"]
+    )
+    directory: Annotated[
+        str,
+        Field(pattern=r"^https://[^\s\"'\\]+$"),
+        Wants("an address that begins with https://"),
+    ] = Field(
+        "https://acme-v02.api.letsencrypt.org/directory",
+        description="Directory of the authority; your own for names inside.",
+        examples=["https://ca.internal/acme/directory"],
+    )
+    domains: tuple[DnsName, ...] = Field(
+        min_length=1,
+        description="Names in the certificate; each must lead to this gateway's port 80.",
+        examples=[["llm.example.com"]],
+    )
+
+
+class Tls(Settings):
+    """Certificate of the gateway: files of yours, files on the host, or ACME; one of the three."""
+
+    certificate: OneLine | None = Field(
+        None,
+        description="PEM chain on the operator's machine, the server's certificate first.",
+        examples=["secrets/gateway.pem"],
+    )
+    key: OneLine | None = Field(
+        None,
+        description="PEM key of it, without a passphrase.",
+        examples=["secrets/gateway.key"],
+    )
+    names: tuple[DnsName, ...] = Field(
+        (),
+        description="Names clients use; a certificate that lacks one is refused.",
+        examples=[["llm.example.com"]],
+    )
+    host_certificate: PlainPath | None = Field(
+        None,
+        description="PEM chain on the gateway itself, where something else renews it; nginx is "
+        "reloaded when it changes.",
+        examples=["/etc/ssl/llm/fullchain.pem"],
+    )
+    host_key: PlainPath | None = Field(
+        None,
+        description="PEM key of it, on the gateway.",
+        examples=["/etc/ssl/llm/privkey.pem"],
+    )
+    acme: Acme | None = Field(None, description="Fetched and renewed by certbot.")
+
+
+class Keepalived(Settings):
+    """One address for all gateways, held by the first in the inventory that answers."""
+
+    address: SharedAddress = Field(
+        description="The shared address with its network's length; clients use it.",
+        examples=["10.0.0.100/24"],
+    )
+    interface: Interface | None = Field(
+        None,
+        description="Network interface that carries it; null: the one with the host's `address`.",
+        examples=["bond0"],
+    )
+    router_id: Annotated[int, Field(ge=1, le=255)] = Field(
+        51, description="VRRP's number of this group, used by no other group of the network."
+    )
+    password_file: OneLine | None = Field(
+        None,
+        description="File on the operator's machine with at most 8 characters that tell this group "
+        "from a stranger's; VRRP sends them readable, so take no real password.",
+        examples=["secrets/vrrp.password"],
+    )
 
 
 class Gateway(Settings):
@@ -254,11 +377,63 @@ class Gateway(Settings):
     hold_requests: Annotated[int, Field(ge=0)] = Field(
         1000, description="How many requests may wait at once, over all pools."
     )
+    hold_mib: Annotated[int, Field(ge=1)] = Field(
+        1024, description="How large the bodies of all requests that wait may be, in MiB."
+    )
+    instance_requests: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Requests at once that an instance gets; null: 1.25 times its `max-num-seqs`.",
+        examples=[64],
+    )
+    queue_requests: Annotated[int, Field(ge=0)] = Field(
+        500, description="How many requests of a pool may wait while all instances are full."
+    )
+    queue_seconds: Annotated[int, Field(ge=0)] = Field(
+        60, description="How long a request may wait while all instances are full; then 429."
+    )
+    affinity: Literal["none", "header", "prefix"] = Field(
+        "prefix",
+        description="What keeps a conversation at one instance, for its prefix cache: a header, "
+        "or also how the conversation begins.",
+    )
+    session_headers: tuple[HeaderName, ...] = Field(
+        ("X-Session-Id",), description="Headers that name a conversation; the first found counts."
+    )
+    answer_tokens: Annotated[int, Field(ge=0)] = Field(
+        2048,
+        description="Length in tokens planned for an answer that gives no `max_tokens`, where "
+        "instances of a pool differ in `max-model-len`.",
+    )
     longest_answer: Seconds = Field(
         3600, description="Longest time an answer may take; also bounds reloads and drains."
     )
+    stalled_client_seconds: Seconds = Field(
+        60,
+        description="How long a client may take nothing of its answer before it is cut off, "
+        "which also ends the engine's work.",
+    )
     max_body_mib: Annotated[int, Field(ge=1)] = Field(
         64, description="Largest request body in MiB (images, long prompts)."
+    )
+    admin_networks: tuple[Network, ...] = Field(
+        (),
+        description="Networks that may read /status and drain instances, besides the gateway's own "
+        "host.",
+        examples=[["10.0.9.0/24"]],
+    )
+    keepalived: Keepalived | None = Field(
+        None,
+        description="One address that the gateways share, so that either can die; null: each has "
+        "its own alone.",
+    )
+    connections_per_address: Annotated[int, Field(ge=1)] | None = Field(
+        1000,
+        description="Requests at once from one client address, the rest get 429; null: no limit.",
+    )
+    connections_unlimited: tuple[Network, ...] = Field(
+        (),
+        description="Addresses and networks without that limit, such as a load balancer's.",
+        examples=[["10.0.0.5", "10.1.0.0/16"]],
     )
 
 
@@ -266,9 +441,101 @@ class ApiKeys(Settings):
     """Keys that clients show to the gateway."""
 
     file: OneLine = Field(
-        description="YAML list of {name, key} on the operator's machine, beside group_vars.",
+        description="YAML list of keys on the operator's machine, beside group_vars; its entries "
+        "are explained in docs/settings.md.",
         examples=["secrets/keys.yml"],
     )
+
+
+_Key = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$"), Wants("visible ASCII without spaces")]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9A-Fa-f]{64}$"), Wants("a SHA-256 in hex, 64 digits")]
+_Moment = Annotated[
+    str, Wants('a date such as "2030-12-31", or a time such as "2030-12-31T18:00:00+08:00"')
+]
+
+
+class ApiKey(Settings):
+    """One entry of the file that `api_keys.file` names: a key of clients and what it may do."""
+
+    name: Annotated[
+        str,
+        Field(pattern=r"^[\x21-\x7e]{1,64}$"),
+        Wants("at most 64 visible ASCII characters without spaces"),
+    ] = Field(
+        description="Whose key it is; stands in logs and metrics. Each name once.",
+        examples=["team-a"],
+    )
+    key: _Key | None = Field(
+        None, description="The key itself; or give its `sha256`.", examples=["a-long-random-text"]
+    )
+    sha256: _Sha256 | None = Field(
+        None,
+        description="SHA-256 of the key in hex, so that the key itself need be kept nowhere.",
+        examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"],
+    )
+    expires: _Moment | None = Field(
+        None,
+        description="Last day (UTC) on which the key is good, or the moment at which it ends.",
+        examples=["2030-12-31"],
+    )
+    models: Annotated[tuple[OneLine, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="Names or aliases of the models it is for; null: all.",
+        examples=[["glm-4.5-air"]],
+    )
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Requests a minute through one gateway; null: any.", examples=[600]
+    )
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Tokens a minute, prompts and answers, through one gateway; null: any.",
+        examples=[200000],
+    )
+    concurrent: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Requests at once through one gateway; null: any.", examples=[32]
+    )
+
+    @field_validator("expires")
+    @classmethod
+    def _expires(cls, value: str | None) -> str | None:
+        if value is not None:
+            moment(value)
+        return value
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the key in hex, given or made."""
+        return self.sha256.lower() if self.sha256 is not None else digest_of(self.key or "")
+
+    @property
+    def ends(self) -> int | None:
+        """The moment from which the key is refused, in seconds of Unix time."""
+        return None if self.expires is None else moment(self.expires)
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key in hex."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def moment(text: str) -> int:
+    """Unix time of the end of a day (UTC), or of a time; one without a zone is UTC.
+
+    Raises ValueError, in words for an operator.
+    """
+    try:
+        if not _MOMENT.match(text):
+            raise ValueError
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            'must be a date such as "2030-12-31", or a time such as "2030-12-31T18:00:00+08:00"'
+        ) from None
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
+    if len(text) == len("2030-12-31"):
+        found += timedelta(days=1)
+    return int(found.timestamp())
 
 
 class Grafana(Settings):
@@ -427,6 +694,16 @@ class HostSettings(Settings):
     )
     hold_driver_packages: bool = Field(
         True, description="Keep unattended upgrades away from the GPU driver's packages."
+    )
+    firewall: bool = Field(
+        True,
+        description="Close the instances' ports to all but gateways, monitoring and the host "
+        "itself, by a table of nftables of our own.",
+    )
+    firewall_allow: tuple[Network, ...] = Field(
+        (),
+        description="Further addresses and networks that may reach the instances' ports.",
+        examples=[["10.0.9.0/24"]],
     )
     address: OneLine | None = Field(
         None,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from vllm_fleet.spec.complaints import Complaint
+from vllm_fleet import engine
 from vllm_fleet.spec.entries import secret_value
 from vllm_fleet.spec.findings import At, Findings, placed
+from vllm_fleet.spec.keys_file import read_keys
 from vllm_fleet.spec.layers import Loaded, LoadedHost
 
 
 def check_named_files(found: Findings, loaded: Loaded) -> None:
     """The operator's own files that settings name, relative to the root."""
+    names = _client_names(loaded)
     for host in loaded.hosts:
         groups, settings = host.host.groups, host.settings
         named: list[tuple[tuple[str, ...], str | None]] = []
@@ -26,6 +24,9 @@ def check_named_files(found: Findings, loaded: Loaded) -> None:
                 tls = settings.gateway.tls
                 named.append((("gateway", "tls", "certificate"), tls.certificate))
                 named.append((("gateway", "tls", "key"), tls.key))
+            if settings.gateway.keepalived is not None:
+                password = settings.gateway.keepalived.password_file
+                named.append((("gateway", "keepalived", "password_file"), password))
         if "gpu" in groups:
             named.append((("hub", "token_file"), settings.hub.token_file))
         if "monitoring" in groups and settings.monitoring.grafana is not None:
@@ -42,8 +43,26 @@ def check_named_files(found: Findings, loaded: Loaded) -> None:
                 text = f'"{name}" {problem}; it is looked for below {loaded.root}'
                 found.say(at, text)
             elif loc == ("api_keys", "file"):
-                _key_file(found, path, name)
+                for complaint in read_keys(path, name, names).complaints:
+                    found.add(complaint, complaint.text)
         _locks(found, loaded, host)
+
+
+def _client_names(loaded: Loaded) -> list[str] | None:
+    """The names that clients may give as model; None where a mistake hides some."""
+    if any("models" in host.unsound for host in loaded.hosts):
+        return None
+    names: dict[str, None] = {}
+    for host in loaded.hosts:
+        layer = host.sources.get("models")
+        if layer is None:
+            continue
+        names.update(dict.fromkeys(layer.broken_models))
+        for name, model in layer.models.items():
+            names.update(dict.fromkeys((name, *model.aliases, *engine.lora_names(model.vllm_args))))
+        for _, instance in placed(host):
+            names.update(dict.fromkeys(engine.lora_names(instance.vllm_args)))
+    return list(names)
 
 
 def _unreadable(path: Path) -> str | None:
@@ -78,37 +97,3 @@ def _locks(found: Findings, loaded: Loaded, host: LoadedHost) -> None:
             at = At(host.sources["vllm_lock"], ("vllm_lock",))
             text = f'"{name}" {problem}; `fleet lock {version}` makes it'
             found.say(at, text)
-
-
-def _key_file(found: Findings, path: Path, name: str) -> None:
-    """Keys of clients: a list of {name, key}, each once. Never repeats a key."""
-
-    def say(mark: Any, text: str) -> None:
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        found.add(Complaint(name, line, column, "", ""), text)
-
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except UnicodeDecodeError:
-        return say(None, "is not UTF-8 text")
-    except yaml.YAMLError as error:  # its text would show what stands there
-        return say(getattr(error, "problem_mark", None), "is not YAML here")
-    shape = 'must be a list of {name: "...", key: "..."}'
-    if not isinstance(root, yaml.SequenceNode) or not root.value:
-        return say(root.start_mark if root else None, shape)
-    seen: dict[tuple[str, str], int] = {}
-    for item in root.value:
-        pairs = item.value if isinstance(item, yaml.MappingNode) else []
-        if sorted(str(key.value) for key, _ in pairs) != ["key", "name"]:
-            say(item.start_mark, shape)
-            continue
-        for key, value in pairs:
-            if not isinstance(value, yaml.ScalarNode) or not value.tag.endswith(":str"):
-                say(value.start_mark, f"the {key.value} must be text; put it in quotes")
-            elif not re.fullmatch(r"[\x21-\x7e]+", value.value):
-                say(value.start_mark, f"the {key.value} must be visible ASCII without spaces")
-            elif first := seen.get((key.value, value.value)):
-                say(value.start_mark, f"the {key.value} stands in line {first} already")
-            else:
-                seen[key.value, value.value] = value.start_mark.line + 1
-    return None

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vllm_fleet.spec.model import HostSettings
+from vllm_fleet.spec.model import ApiKey, HostSettings
 from vllm_fleet.spec.words import Type, describe
 
 # Which shared file explains which setting. Any of them may stand in any file.
@@ -45,6 +45,8 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "start_seconds",
             "drain_seconds",
             "hold_driver_packages",
+            "firewall",
+            "firewall_allow",
         ),
     ),
     "gateway": ("Hosts of group gateway.", ("gateway", "api_keys")),
@@ -197,6 +199,9 @@ def page() -> str:
         lines += _table([(key, HostSettings.model_fields[key]) for key in keys])
         for key in keys:
             lines += _section(key, HostSettings.model_fields[key])
+        if "api_keys" in keys:
+            lines += ["", "### Entries of the file of api_keys", "", _first_line(ApiKey)]
+            lines += _table([(f"[].{k}", field) for k, field in ApiKey.model_fields.items()])
     return "\n".join(lines) + "\n"
 
 
@@ -206,11 +211,15 @@ def _section(key: str, field: FieldInfo) -> list[str]:
         return []
     model, between = nested
     path = key + between
-    lines = ["", f"### {path}", "", (model.__doc__ or "").strip().splitlines()[0]]
+    lines = ["", f"### {path}", "", _first_line(model)]
     lines += _table([(f"{path}.{name}", inner) for name, inner in model.model_fields.items()])
     for name, inner in model.model_fields.items():
         lines += _section(f"{path}.{name}", inner)
     return lines
+
+
+def _first_line(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip().splitlines()[0]
 
 
 def _table(rows: list[tuple[str, FieldInfo]]) -> list[str]:

@@ -142,16 +142,23 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def places_of(document: Document, errors: list[ErrorDetails]) -> dict[Loc, ErrorDetails]:
-    """Pydantic's errors about a document by the place of the value, the first of each."""
+def places_of(
+    document: Document, errors: list[ErrorDetails], root: Any = HostSettings
+) -> dict[Loc, ErrorDetails]:
+    """Pydantic's errors about a document by the place of the value, the first of each.
+
+    ``root`` is what the document is to hold as a whole, here and below.
+    """
     found: dict[Loc, ErrorDetails] = {}
     for error in errors:
-        loc, _ = _locate(document.root, error["loc"])
+        loc, _ = _locate(document.root, error["loc"], root)
         found.setdefault(loc, error)
     return found
 
 
-def complaints_of(document: Document, found: dict[Loc, ErrorDetails]) -> Iterator[Complaint]:
+def complaints_of(
+    document: Document, found: dict[Loc, ErrorDetails], root: Any = HostSettings
+) -> Iterator[Complaint]:
     """The errors of :func:`places_of`, one complaint a value, in our words."""
     for loc, error in found.items():
         # A list that is refused as text as well: only its bad item is of use.
@@ -159,12 +166,12 @@ def complaints_of(document: Document, found: dict[Loc, ErrorDetails]) -> Iterato
             error["type"] not in ("missing", "extra_forbidden")
         ):
             continue
-        yield _complaint(document, loc, error)
+        yield _complaint(document, loc, error, root)
 
 
-def _locate(root: Node, loc: tuple[str | int, ...]) -> tuple[Loc, Type]:
+def _locate(node: Node, loc: tuple[str | int, ...], root: Any) -> tuple[Loc, Type]:
     """The place in the file of an error's ``loc``, which also names members of unions."""
-    node, wanted = root, Type(HostSettings)
+    wanted = Type.of(root)
     path: list[str | int] = []
     for part in loc:
         if part == "[key]":
@@ -181,12 +188,12 @@ def _locate(root: Node, loc: tuple[str | int, ...]) -> tuple[Loc, Type]:
     return tuple(path), wanted
 
 
-def _complaint(document: Document, loc: Loc, error: ErrorDetails) -> Complaint:
+def _complaint(document: Document, loc: Loc, error: ErrorDetails, root: Any) -> Complaint:
     if error["type"] == "extra_forbidden":
-        return document.complaint(loc, _unknown(loc), at_key=True)
-    _, wanted = _locate(document.root, loc)
+        return document.complaint(loc, _unknown(loc, root), at_key=True)
+    _, wanted = _locate(document.root, loc, root)
     if error["loc"] and error["loc"][-1] == "[key]":
-        return document.complaint(loc, f"must be {_key_words(loc)}", at_key=True)
+        return document.complaint(loc, f"must be {_key_words(loc, root)}", at_key=True)
     if error["type"] == "missing":
         return document.complaint(loc, f"is missing; it must be {describe(wanted)}")
     node = document.root.at(loc)
@@ -223,8 +230,8 @@ def _hint(node: Node, wanted: Type, loc: Loc) -> str:
     return ""
 
 
-def _key_words(loc: Loc) -> str:
-    parent = Type(HostSettings)
+def _key_words(loc: Loc, root: Any) -> str:
+    parent = Type.of(root)
     for part in loc[:-1]:
         parent = parent.child(part) or parent
     for option in parent.options:
@@ -248,13 +255,17 @@ _SECRETS = {
 }
 
 
-def _unknown(loc: Loc) -> str:
+def _unknown(loc: Loc, root: Any) -> str:
     """What to say of a key that no setting has."""
-    parent = Type(HostSettings)
+    parent = Type.of(root)
     for part in loc[:-1]:
         parent = parent.child(part) or parent
     key, model = str(loc[-1]), parent.model
     known = list(model.model_fields) if model else []
+    if root is not HostSettings:  # a file of its own, where nothing of group_vars may stand
+        near = nearest(key, known) or nearest(key.replace("-", "_"), known)
+        hint = f'did you mean "{near}"?' if near else f"there are {', '.join(known)}"
+        return f"no such setting; {hint}"
     if target := _SECRETS.get(key.lower()):
         return (
             f"a secret never stands in group_vars; put it in a file and name that file in {target}"

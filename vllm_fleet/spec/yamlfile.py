@@ -41,7 +41,9 @@ _NAMES: dict[Kind, str] = {
 _DEEPEST = 40  # levels; JSON and pydantic have limits of their own, with worse words
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_INT = re.compile(r"^[-+]?(0|[1-9][0-9]*)$")
-_SECRET = re.compile(r"(^|[._-])(keys?|tokens?|password|passwd|secret)(_file)?$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|[._-])(keys?|tokens?|password|passwd|secret|sha256)(_file)?$", re.IGNORECASE
+)
 
 
 @dataclass
@@ -116,16 +118,24 @@ def read_document(path: Path, file: str) -> Document:
         return _broken(_syntax(file, error, text))
     if root is None:
         return Document(file, Node({}, "mapping", 1, 1), (), {})
+    document = document_of(root, file)
+    node, complaints = document.root, document.complaints
+    if node.kind not in ("mapping", "null"):
+        what = "a list" if node.kind == "list" else "one value"
+        text = f'must be settings, one "key: value" a line, not {what}'
+        complaints += (Complaint(file, node.line, node.column, "", text),)
+    if node.kind != "mapping":
+        node = Node({}, "mapping", 1, 1)
+    return Document(file, node, complaints, document.traps)
+
+
+def document_of(root: yaml.Node, file: str) -> Document:
+    """A node graph as a document, whatever its top level is."""
     reader = _Reader(file)
     try:
         node = reader.read(root, ())
     except RecursionError:
         return _broken(Complaint(file, 1, 1, "", "is nested too deeply"))
-    if node.kind not in ("mapping", "null"):
-        what = "a list" if node.kind == "list" else "one value"
-        reader.say(node, (), f'must be settings, one "key: value" a line, not {what}')
-    if node.kind != "mapping":
-        node = Node({}, "mapping", 1, 1)
     return Document(file, node, tuple(reader.complaints), reader.traps)
 
 

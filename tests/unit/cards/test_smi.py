@@ -157,9 +157,26 @@ def test_xml_cut_off_keeps_whole_cards_and_says_so() -> None:
     cut = XML.replace("</nvidia_smi_log>", '<gpu id="0"><product_name>NV')
     listing = parse_gpus(cut)
     assert len(listing.cards) == 1
-    assert "cut off after 1 cards" in listing.warnings[0]
+    assert "1 cards of it can be read" in listing.warnings[0]
     with pytest.raises(CardsError, match="cut off or damaged"):
         parse_gpus(XML[:200])
+
+
+def test_damaged_xml_keeps_the_numbers_of_the_cards_that_are_whole() -> None:
+    card = XML[XML.index("<gpu id") : XML.index("</gpu>") + len("</gpu>")]
+    listing = parse_gpus(XML.replace(card, card.replace("</uuid>", "") + card))
+    assert [one.index for one in listing.cards] == [1]
+    assert "damaged" in listing.warnings[0]
+    with pytest.raises(CardsError, match="cut off or damaged"):
+        parse_gpus(XML.replace(card, card.replace("</uuid>", "")))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"card0": ' + "[" * 5000, '{"card0": ' + "1" * 5000, "{", '{"card0": [1]} x']
+)
+def test_damaged_json_of_rocm_smi_is_a_sentence(text: str) -> None:
+    with pytest.raises(CardsError, match="cut off or damaged"):
+        parse_gpus(text)
 
 
 def test_list_with_slices() -> None:

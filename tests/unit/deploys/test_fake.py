@@ -85,6 +85,7 @@ def test_a_dry_run_shows_the_chapters_in_order(tmp_path: Path) -> None:
     assert plan == {
         "Debian packages": ["gpu-1", "gpu-2", "gw-1"],
         "Files of ours": ["gpu-1", "gpu-2", "gw-1"],
+        "Firewall": ["gpu-1", "gpu-2"],
         "Tools": ["gpu-1", "gpu-2"],
         "Releases of vLLM": ["gpu-1", "gpu-2"],
         "Weights of the models": ["gpu-1", "gpu-2"],

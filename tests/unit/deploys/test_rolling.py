@@ -108,6 +108,7 @@ def answers() -> dict[str, dict[str, Any]]:
 
 def settled(plan: HostPlan) -> dict[str, Any]:
     """Changes that make a host be as a plan wants it, everything running."""
+    daemons = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
     return {
         "packages": dict.fromkeys(plan.packages, "1"),
         "manifest": {f.path: f.sha256 for f in plan.files},
@@ -126,12 +127,9 @@ def settled(plan: HostPlan) -> dict[str, Any]:
         },
         "units": {
             **{i.unit: unit() for i in plan.instances},
-            **{s.unit: unit() for s in (*plan.gateway_services, *plan.monitoring_services)},
+            **{s.unit: unit() for s in daemons},
         },
-        "loaded": {
-            s.unit: f"{s.restarts}:{s.reloads}"
-            for s in (*plan.gateway_services, *plan.monitoring_services)
-        },
+        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in daemons},
         "instances": {
             i.name: {
                 "running": plan.checksums[i.name],
@@ -372,7 +370,8 @@ def test_deploy_rolls_other_settings_through_the_same_gates(operator: Operator) 
     assert len(operator.did("gateways drain")) == 3
     assert len(operator.did("probe probe")) == 6
     # Not one of their files was put beside it, where a crash would have started it too early.
-    assert all("other" not in line for line in operator.did())
+    # (The gateway's file tells how many requests an instance takes at once: that one changes.)
+    assert {line for line in operator.did() if "other" in line} <= {f"{GATEWAY} other"}
 
 
 def test_the_only_instance_that_starts_too_slowly_is_refused_before_anything(

@@ -83,6 +83,21 @@ def test_cards_that_cannot_be_divided() -> None:
         lines({"pipeline-parallel-size": 3})
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"tensor-parallel-size": 8},
+        {"tensor-parallel-size": "4"},
+        {"tensor-parallel-size": 2, "pipeline-parallel-size": 2},
+        {"tensor-parallel-size": 2, "data-parallel-size": 2},
+    ],
+)
+def test_more_ranks_than_cards(args: dict[str, object]) -> None:
+    with pytest.raises(engine.EngineError, match="is more than its 2 cards"):
+        lines(args)
+    lines({**args, "nnodes": 4})  # of several hosts
+
+
 def test_no_cards_no_tensor_parallel() -> None:
     flat = [word for line in lines(device="cpu", cards=(), uuids=()) for word in line]
     assert "--tensor-parallel-size" not in flat

@@ -106,7 +106,7 @@ def test_thinking_budget_of_a_request() -> None:
         (["--tensor-parallel-size", "0"], "at least 1", "at least 1"),
         (["-tp", "two"], "no whole number", "-tp NUMBER"),
         (["--port", "70000"], "is no port", "1 to 65535"),
-        (["--kv-cache-dtype", "fp16"], "knows no 'fp16'", "--kv-cache-dtype"),
+        (["--kv-cache-dtype", "fp16"], "knows no 'fp16'", "--kv-cache-dtype float16"),
         (["--dtype", "bf16"], "knows no 'bf16'", "bfloat16"),
         (["--max-model-len", "32kk"], "no number such as", "32k"),
         (["--max-num-batched-tokens", "8.5K"], "take no decimals", "8.5k"),
@@ -129,6 +129,26 @@ def test_values_and_names(words: list[str], problem: str, instead: str) -> None:
     found = only("0.21.0", *model, *words)
     assert problem in found.problem
     assert instead in found.instead
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--compilation-config.mode", "3", "--compilation-config.mode.x", "1"],
+        ["--compilation-config", "[" * 5000],
+        ["--hf-overrides", '{"a": ' + "1" * 5000 + "}"],
+        ["--port", "\u00b2"],
+        ["--port", "1" * 5000],
+        ["--max-lora-rank", "1" * 5000],
+        ["--limit-mm-per-prompt", "1" * 5000],
+    ],
+)
+def test_words_that_python_chokes_on_are_findings(words: list[str]) -> None:
+    assert errors("0.21.0", "m", *words)
+
+
+def test_no_far_name_is_proposed() -> None:
+    assert only("0.21.0", "m", "--tool-call-parser", "baz").instead.startswith("one of")
 
 
 def test_a_parser_for_tools_must_be_named_and_known() -> None:

@@ -72,6 +72,12 @@ def test_first_version_with_an_architecture() -> None:
         ("0.28.0", "Glm5NextForConditionalGeneration", "the first version with it is 0.30.0"),
         ("0.33.0", "ChameleonForConditionalGeneration", "0.28.0 was the last version with it"),
         ("0.33.0", "NoSuchForCausalLM", "nor does any version from 0.18.0 to 0.33.0"),
+        ("0.21.0", "Qwen3ForSequenceClassification", None),
+        ("0.21.0", "Qwen3Model", None),
+        ("0.21.0", "Glm5NextForSequenceClassification", "the first version with it is 0.30.0"),
+        # Made of Qwen3_5ForConditionalGeneration, it would look for a vision tower.
+        ("0.21.0", "Qwen3_5ForCausalLM", "the first version with it is 0.27.0"),
+        ("0.21.0", "Model", "nor does any version"),
     ],
 )
 def test_architecture_problem(version: str, architecture: str, sentence: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm_fleet.planned import PlannedInstance, Pool
@@ -47,3 +48,12 @@ def pool(
         for number, port in enumerate(ports, 1)
     )
     return Pool(name=name, aliases=aliases, model=model, instances=instances)
+
+
+def varied(pool: Pool, *each: dict[str, object]) -> Pool:
+    """The pool with these further options of its instances, one mapping for each."""
+    instances = tuple(
+        replace(one, args={**one.args, **args})
+        for one, args in zip(pool.instances, each, strict=True)
+    )
+    return replace(pool, instances=instances)

@@ -1,4 +1,4 @@
-"""The scanner reads `model` as Python's json.loads does; run by lua5.1 with Debian's lua-cjson."""
+"""The scanner reads a request as Python's json.loads does; run by LuaJIT, as nginx runs it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,32 @@ HERE = Path(__file__).parent
 LUA = HERE.parents[2] / "vllm_fleet" / "gateway" / "lua"
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("lua5.1") is None, reason="needs Debian's lua5.1 and lua-cjson"
+    shutil.which("luajit") is None, reason="needs Debian's luajit and lua-cjson"
 )
 
 
-def scan(bodies: list[bytes], rounds: int = 1) -> list[tuple[str, str, float]]:
-    """(kind, model, microseconds) of each body."""
+def requests(bodies: list[bytes], rounds: int = 1) -> list[dict[str, Any]]:
+    """What scan.request tells of each body, with `micros` and `least` beside it."""
     done = subprocess.run(
-        ["lua5.1", HERE / "scan_harness.lua", LUA, str(rounds)],
+        ["luajit", HERE / "scan_harness.lua", LUA, str(rounds)],
         input=b"".join(b"%d\n%b\n" % (len(body), body) for body in bodies),
         capture_output=True,
         check=True,
     )
     result = []
     for line in done.stdout.decode().splitlines():
-        kind, micros, name = line.split(" ")
-        result.append((kind, bytes.fromhex(name).decode("utf-8", "replace"), float(micros)))
+        _, micros, name, least, found = line.split(" ", 4)
+        model = bytes.fromhex(name).decode("utf-8", "replace")
+        result.append(
+            {**json.loads(found), "model": model, "micros": float(micros), "least": int(least)}
+        )
     assert len(result) == len(bodies)
     return result
+
+
+def scan(bodies: list[bytes], rounds: int = 1) -> list[tuple[str, str, float]]:
+    """(kind, model, microseconds) of each body."""
+    return [(r["kind"], r["model"], r["micros"]) for r in requests(bodies, rounds)]
 
 
 CASES: list[tuple[bytes, str, str]] = [
@@ -162,8 +170,136 @@ def test_cost_of_long_bodies() -> None:
     body = json.dumps({"messages": messages, "model": "a"}).encode()
     assert len(body) > 900_000
     hostile = b'{"x":"' + b"\\\\" * 500_000 + b'","model":"a"}'
-    nested = b'{"x":' + b"[" * 400_000 + b"]" * 400_000 + b',"model":"a"}'
-    found = scan([body, hostile, nested], rounds=2)
-    assert [got[:2] for got in found] == [("string", "a")] * 3
+    nested = b'{"messages":' + b"[" * 400_000 + b"]" * 400_000 + b',"model":"a"}'
+    escapes = b'{"prompt":[' + rb'"\u4e00",' * 80_000 + b'"x"],"model":"a"}'
+    late = b'{"prompt":[' + b'"x",' * 200_000 + rb'"\u4e00"],"model":"a"}'
+    found = scan([body, hostile, nested, escapes, late], rounds=2)
+    assert [got[:2] for got in found] == [("string", "a")] * 5
     # A loaded machine is several times slower; quadratic work would be thousands of times slower.
     assert max(got[2] for got in found) < 100_000
+
+
+def test_what_else_a_request_says() -> None:
+    body = (
+        b'{"stream":true,"max_tokens":5,"n":2,"stream_options": {"include_usage": true} ,'
+        b'"max_completion_tokens":7,"model":"a"}'
+    )
+    (got,) = requests([body])
+    assert (got["stream"], got["max_tokens"], got["n"]) == (True, 7, 2)
+    start, end = got["stream_options"]
+    assert body[start - 1 : end] == b'{"include_usage": true}'
+    assert got["include_usage"]
+    assert body[got["model_from"] - 1 : got["model_to"]] == b'"a"'
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        # the last one wins, null says nothing
+        (b'{"stream":true,"stream":false}', {"stream": False}),
+        (b'{"stream":"true"}', {"stream": False}),
+        (b'{"max_tokens":5,"max_tokens":null}', {"max_tokens": 5}),
+        (b'{"max_tokens":9,"max_output_tokens":3}', {"max_tokens": 3}),
+        (rb'{"max_tok\u0065ns":5}', {"max_tokens": 5}),
+        (b'{"stream_options":{"include_usage":true},"stream_options":null}', {"include_usage": 0}),
+        (b'{"stream_options":{"include_usage":1}}', {"include_usage": False}),
+        (b'{"stream_options":{"include_usage":nonsense}}', {"include_usage": False}),
+        (b'{"x":{"stream":true,"max_tokens":5}}', {"stream": False, "max_tokens": None}),
+        (b'{"truncate_prompt_tokens":-1}', {"truncates": True}),
+        (b'{"truncate_prompt_tokens":null}', {"truncates": False}),
+        (b'{"truncation":"auto"}', {"truncates": True}),
+        (b'{"truncation":"disabled"}', {"truncates": False}),
+    ],
+)
+def test_values(body: bytes, expected: dict[str, Any]) -> None:
+    (got,) = requests([body])
+    assert {key: got.get(key) for key in expected} == expected
+
+
+def tokens(body: Any) -> tuple[int, int, int]:
+    """(all tokens, those of the longest prompt, media) that are seen in a body."""
+    (got,) = requests([json.dumps(body).encode()])
+    return got["tokens"], got["longest"], got["media"]
+
+
+def test_only_the_texts_of_a_prompt_count() -> None:
+    text = "a few words of a question " * 40
+    one = {"role": "user", "content": text}
+    alone = tokens({"messages": [one]})
+    assert alone[0] == alone[1] > 200
+    elsewhere = {"user": text, "metadata": {"x": text}, "stop": [text]}
+    assert tokens({"messages": [one], **elsewhere}) == alone
+    parts = {"role": "user", "content": [{"type": "text", "text": text}]}
+    assert tokens({"messages": [parts]})[0] - alone[0] in range(10)
+    assert tokens({"messages": [one, one]})[1] in range(2 * alone[1] - 2, 2 * alone[1] + 1)
+    assert tokens({"messages": [one], "system": text})[1] > 1.9 * alone[1]
+    assert tokens({"messages": [one], "tools": [{"description": text}]})[1] > 1.9 * alone[1]
+    (twice,) = requests(
+        [
+            json.dumps({"messages": [one, one], "message_": [one]})
+            .replace("message_", "messages")
+            .encode()
+        ]
+    )
+    assert (twice["tokens"], twice["longest"]) == alone[:2]
+    assert tokens({"messages": text})[0] in range(alone[0] - 10, alone[0])
+
+
+def test_media_are_no_text() -> None:
+    data = "aGVsbG8gd29ybGQh" * 5000
+    text = {"type": "text", "text": "what is this"}
+    alone = tokens({"messages": [{"role": "user", "content": [text]}]})
+    for medium in (
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}},
+        {"type": "input_image", "image_url": "data:image/png;base64," + data},
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+    ):
+        got = tokens({"messages": [{"role": "user", "content": [text, medium]}]})
+        assert got[0] - alone[0] < 20
+        assert got[2] == 1
+    # no key says that this is a picture
+    assert tokens({"messages": [{"role": "user", "content": data}]})[0] > 10_000
+
+
+def test_the_longest_of_several_prompts() -> None:
+    short, long = "a word", "many more words " * 50
+    alone = tokens({"prompt": long})[0]
+    for body in (
+        {"prompt": [short, long, short]},
+        {"input": [long, short]},
+        {"query": "", "documents": [short, long]},
+        {"documents": [{"text": short}, {"text": long}]},
+        {"text_1": "", "text_2": [short, long]},
+    ):
+        total, longest, _ = tokens(body)
+        assert total > longest
+        assert longest - alone in range(5)
+    assert tokens({"prompt": list(range(500))})[:2] == (500, 500)
+    assert tokens({"input": [[1, 2, 3], [4] * 70]})[:2] == (73, 70)
+    conversation = {"input": [{"role": "user", "content": long}, {"content": long}]}
+    assert tokens(conversation)[1] > 1.9 * alone
+
+
+def first(body: Any) -> bytes:
+    (got,) = requests([json.dumps(body).encode()])
+    return bytes.fromhex(got.get("first", ""))
+
+
+def test_first_stays_the_same_over_a_conversation() -> None:
+    system = {"role": "system", "content": "You help."}
+    one, two = ({"role": "user", "content": text} for text in ("What is {this}?", "And that?"))
+    answer = {"content": "A thing.", "role": "assistant"}
+    begun = {"messages": [system, one]}
+    whole = {"messages": [system, one, answer, two], "temperature": 0}
+    assert first(begun)[:-1] == first(whole)[: len(first(begun)) - 1]
+    assert b"What is {this}?" in first(whole)
+    assert b"thing" not in first(whole)
+    assert first({"messages": [system, two]}) != first(begun)
+    # what is common to all, however long, does not hide what differs
+    common = {"role": "system", "content": "rules " * 5000}
+    assert first({"messages": [common, one]}) != first({"messages": [common, two]})
+    assert len(first({"messages": [common, one]})) == 1024
+    assert first({"prompt": "x" * 9000}) == first({"prompt": "x" * 9000 + "y"}) != b""
+    assert first({"messages": []}) == b"[]"
+    assert first({"x": 1}) == b""

@@ -19,12 +19,7 @@ LUA = Path(__file__).parents[3] / "vllm_fleet/gateway/lua/fleet/metrics.lua"
 
 # What else the fleet exports: the gateway's own, the node exporter's and Prometheus' series.
 OTHERS = {
-    "vllm_fleet_gateway_instance_ready",
-    "vllm_fleet_gateway_held",
-    "vllm_fleet_gateway_requests_total",
-    "vllm_fleet_gateway_in_flight",
-    "vllm_fleet_gateway_retries_total",
-    "vllm_fleet_gateway_refused_total",
+    *metrics.gateway_series(),
     "node_cpu_seconds_total",
     "node_memory_MemAvailable_bytes",
     "node_memory_MemTotal_bytes",
@@ -108,11 +103,11 @@ def test_every_metric_is_exported(version: str) -> None:
 
 @pytest.mark.skipif(not LUA.exists(), reason="the gateway's Lua modules are not in this tree")
 def test_the_gateway_exports_what_is_asked_of_it() -> None:
-    exported = set(re.findall(r'"(vllm_fleet_gateway_\w+)', LUA.read_text()))
-    exported |= set(re.findall(r"'(vllm_fleet_gateway_\w+)", LUA.read_text()))
-    used = re.findall(r"vllm_fleet_gateway_\w+", dashboard.text() + alerts.rules())
-    assert len(set(used)) >= 5
-    assert set(used) <= exported
+    written = set(re.findall(r'"(?:# TYPE )?(vllm_fleet_gateway_\w+[a-z])', LUA.read_text()))
+    assert written == set(metrics.GATEWAY)
+    used = set(re.findall(r"vllm_fleet_gateway_\w+", dashboard.text() + alerts.rules()))
+    assert len(used) >= 10
+    assert used <= metrics.gateway_series()
 
 
 def test_variables_are_those_that_queries_use() -> None:

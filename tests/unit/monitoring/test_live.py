@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.unit.monitoring.test_dashboard import queries, resolved
 from tests.unit.monitoring.test_files import host, instance
 from vllm_fleet import alerts, metrics, monitoring
@@ -51,6 +51,13 @@ def page(version: str, count: int) -> str:
         f"vllm_fleet_gateway_instance_ready{{{OF}}} 1",
         f"vllm_fleet_gateway_in_flight{{{OF}}} 2",
         'vllm_fleet_gateway_held{pool="glm-4.5-air"} 0',
+        'vllm_fleet_gateway_queued{pool="glm-4.5-air"} 0',
+        f'vllm_fleet_gateway_tokens_total{{pool="glm-4.5-air",key="app",kind="prompt"}} {count}',
+        *(
+            f'vllm_fleet_gateway_{name}_seconds_bucket{{{OF},le="{le}"}} {count}'
+            for name in ("first_byte", "duration")
+            for le in ("0.5", "1", "+Inf")
+        ),
         f'vllm_fleet_gateway_retries_total{{pool="glm-4.5-air"}} {count}',
         'vllm_fleet_gateway_refused_total{pool="glm-4.5-air"} 0',
         f'vllm_fleet_gateway_requests_total{{pool="glm-4.5-air",code="200"}} {count}',
@@ -89,12 +96,6 @@ def exporter(version: str) -> Iterator[int]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def ask(port: int, path: str, **query: str) -> Any:

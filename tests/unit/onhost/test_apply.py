@@ -20,6 +20,7 @@ def _own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "STATE", str(state))
     monkeypatch.setattr(apply, "MANIFEST", str(state / "manifest.json"))
     monkeypatch.setattr(apply, "UNITS", "/nowhere")
+    monkeypatch.setattr(apply, "OWN_UNITS", str(tmp_path / "units"))
     monkeypatch.setattr(apply, "system_user", lambda: None)
     if os.geteuid() != 0:
         monkeypatch.setattr(os, "chown", lambda *_: None)
@@ -62,9 +63,27 @@ def test_a_refusing_check_puts_everything_back(tmp_path: Path) -> None:
     assert not Path(apply.MANIFEST).exists()
 
 
+def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
+    check = {"paths": [str(tmp_path)], "command": ["false"], "remedy": "set `firewall: false`"}
+    refusal = apply.apply(order((tmp_path / "a", "x"), checks=[check]))
+    assert refusal == "false: ; set `firewall: false`"
+
+
 def test_a_check_of_other_paths_is_not_run(tmp_path: Path) -> None:
     check = {"paths": ["/elsewhere/"], "command": ["false"]}
     assert apply.apply(order((tmp_path / "a", "x"), checks=[check])) is None
+
+
+def test_a_file_that_goes_is_not_checked(tmp_path: Path) -> None:
+    """As the configuration of a daemon that left the plan; what stays is checked still."""
+    gone, stays = tmp_path / "gone.conf", tmp_path / "stays.conf"
+    assert apply.apply(order((gone, "x"), (stays, "y"))) is None
+    of_gone = {"paths": [str(tmp_path)], "command": ["grep", "-q", "x", str(gone)]}
+    of_stays = {"paths": [str(tmp_path)], "command": ["grep", "-q", "never", str(stays)]}
+    assert apply.apply(order(remove=(gone,), checks=[of_gone, of_stays])) is not None
+    assert gone.exists()
+    assert apply.apply(order(remove=(gone,), checks=[of_gone])) is None
+    assert not gone.exists()
 
 
 def test_a_missing_checker_refuses(tmp_path: Path) -> None:
@@ -98,3 +117,39 @@ def test_a_second_time_changes_nothing_but_time(tmp_path: Path) -> None:
         assert apply.apply(order((path, "x"))) is None
     assert path.read_text() == "x"
     assert not list(tmp_path.glob(f"*{apply.SUFFIX}"))
+
+
+def test_a_unit_that_goes_is_stopped_and_no_longer_enabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemctl is a stand-in here: it writes down what it was asked."""
+    (tmp_path / "bin").mkdir()
+    asked = tmp_path / "asked"
+    (tmp_path / "bin/systemctl").write_text(f'#!/bin/sh\necho "$@" >>{asked}\n')
+    (tmp_path / "bin/systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    units = tmp_path / "units"
+    names = ("fleet.service", "fleet.timer", "vllm@.service", "nginx.service.d/fleet.conf")
+    files = tuple(units / name for name in names)
+    wants = units / "timers.target.wants"
+    wants.mkdir(parents=True)
+    for name in ("fleet.timer", "other.timer"):
+        (wants / name).symlink_to(units / name)
+    assert apply.apply(order(*((file, "x") for file in files))) is None
+    assert not asked.exists()
+    assert apply.apply(order(remove=files)) is None
+    assert asked.read_text() == "stop fleet.service fleet.timer\n"
+    assert [link.name for link in wants.iterdir()] == ["other.timer"]
+
+
+def test_a_unit_whose_removal_is_refused_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = tmp_path / "units/fleet.service"
+    assert apply.apply(order((unit, "x"))) is None
+    stopped: list[object] = []
+    monkeypatch.setattr(apply, "end_units", stopped.append)
+    check = {"paths": [str(tmp_path)], "command": ["false"]}
+    assert apply.apply(order(remove=(unit,), checks=[check])) is not None
+    assert unit.exists()
+    assert not stopped

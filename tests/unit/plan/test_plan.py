@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
+from vllm_fleet import gateway
+from vllm_fleet.gateway import keepalived
 from vllm_fleet.placement import Placed, Placement
 from vllm_fleet.plan import HostPlan, Refusal, placement_of, plan_fleet
 from vllm_fleet.spec.inputs import Inputs, read_inputs
@@ -21,6 +24,7 @@ def plans(root: Path, inputs: Inputs | None = None, **changes: Any) -> dict[str,
 
 def settled(plan: HostPlan) -> dict[str, Any]:
     """Changes that make a state be what a plan wants."""
+    services = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
     return {
         "packages": dict.fromkeys(plan.packages, "1"),
         "manifest": {f.path: f.sha256 for f in plan.files},
@@ -37,12 +41,9 @@ def settled(plan: HostPlan) -> dict[str, Any]:
         },
         "units": {
             **{i.unit: unit() for i in plan.instances},
-            **{s.unit: unit() for s in (*plan.gateway_services, *plan.monitoring_services)},
+            **{s.unit: unit() for s in services},
         },
-        "loaded": {
-            s.unit: f"{s.restarts}:{s.reloads}"
-            for s in (*plan.gateway_services, *plan.monitoring_services)
-        },
+        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in services},
         "instances": {
             i.name: {"running": plan.checksums[i.name], "ready": True, "release": i.release}
             for i in plan.instances
@@ -257,6 +258,21 @@ def test_grafana_comes_from_the_source_that_is_named(tmp_path: Path) -> None:
     assert not plan.notices
 
 
+def test_new_keys_alone_reload_no_gateway(tmp_path: Path) -> None:
+    """nginx's workers read keys.json themselves, and a reload makes new workers."""
+
+    def routed(keys: str) -> tuple[str, str]:
+        (tmp_path / "keys.yml").write_text(keys)
+        found = fleet(tmp_path, gateway="api_keys: {file: keys.yml}\n")
+        plan = plan_fleet(found, states(found), read_inputs(found))["gw-1"]
+        (file,) = [file for file in plan.files if file.path == gateway.KEYS]
+        return file.content, plan.gateway_services[0].reloads
+
+    before, after = routed("- {name: a, key: x}\n"), routed("- {name: a, key: y}\n")
+    assert before[0] != after[0]
+    assert before[1] == after[1]
+
+
 def test_every_host_is_told_of_at_once(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refusal:
         plans(tmp_path, gpu_1={"user": "ops"}, gw_1={"listening": {"80": FOREIGN}})
@@ -287,3 +303,89 @@ def test_what_a_renderer_refuses_names_the_host(tmp_path: Path) -> None:
     unresolved = found.model_copy(update={"hosts": hosts})
     with pytest.raises(Refusal, match=r"gpu-2.*gpu-2\.lan"):
         plan_fleet(unresolved, states(unresolved), Inputs())
+
+
+TWO_GATEWAYS = """\
+gpu = [("gpu-1", {"ssh_hostname": "10.0.0.1"}), ("gpu-2", {"ssh_hostname": "10.0.0.2"})]
+gateway = [("gw-1", {"ssh_hostname": "10.0.0.9"}), ("gw-2", {"ssh_hostname": "10.0.0.8"})]
+monitoring = ["gw-1"]
+"""
+
+
+def test_gateways_that_share_an_address_get_keepalived_and_are_both_watched(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "vrrp.password").write_text("s3cret\n")
+    found = fleet(
+        tmp_path,
+        inventory=TWO_GATEWAYS,
+        gateway='gateway: {keepalived: {address: "10.0.0.100/24", password_file: vrrp.password}}\n',
+    )
+    nics = {
+        f"gw_{n}": {"nics": {"eth0": {"addresses": [f"10.0.0.{a}/24"]}}}
+        for n, a in ((1, 9), (2, 8))
+    }
+    inputs = read_inputs(found)
+    planned = plan_fleet(found, states(found, **nics), inputs)
+    for name, priority, peer in (("gw-1", 200, "10.0.0.8"), ("gw-2", 199, "10.0.0.9")):
+        plan = planned[name]
+        assert {"keepalived", "curl"} <= set(plan.packages)
+        conf = next(f.content for f in plan.files if f.path == keepalived.CONF)
+        assert f"priority {priority}\n" in conf
+        assert f"        {peer}\n" in conf
+        assert "auth_pass s3cret\n" in conf
+        assert [s.unit for s in plan.gateway_services] == ["nginx.service", keepalived.UNIT]
+    targets = next(f for f in planned["gw-1"].files if f.path.endswith("/targets/gateway.json"))
+    assert [t["targets"] for t in json.loads(targets.content)] == [
+        ["10.0.0.9:9145"],
+        ["10.0.0.8:9145"],
+    ]
+    # what is as wanted needs nothing; when it is wanted no more, it is stopped before it goes
+    changes = settled(planned["gw-2"]) | nics["gw_2"]
+    again = plan_fleet(found, states(found, gw_1=nics["gw_1"], gw_2=changes), inputs)["gw-2"]
+    assert not again.changed_files
+    alone = fleet(tmp_path, inventory=TWO_GATEWAYS, gateway="gateway: {}\n")
+    plan = plan_fleet(alone, states(alone, gw_2=changes), Inputs())["gw-2"]
+    assert [s.unit for s in plan.gateway_services] == ["nginx.service"]
+
+
+def test_a_gateway_whose_interface_is_not_found_is_refused(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway='gateway: {keepalived: {address: "10.0.0.100/24"}}\n')
+    with pytest.raises(Refusal, match=r"gw-1: gateway\.keepalived\.interface: no interface"):
+        plan_fleet(found, states(found), Inputs())
+
+
+ACME = "gateway: {listen: 443, tls: {acme: {email: a@b.c, domains: [llm.example.com]}}}\n"
+
+
+def test_a_certificate_is_fetched_once_and_again_for_other_names(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway=ACME)
+    plan = plan_fleet(found, states(found), Inputs())["gw-1"]
+    assert {"certbot", "openssl"} <= set(plan.packages)
+    assert "certbot.timer" in [s.unit for s in plan.gateway_services]
+    wanted = plan.missing_certificate
+    assert wanted is not None
+    there = {"loaded": {wanted.name: wanted.checksum}}
+    again = plan_fleet(found, states(found, gw_1=there), Inputs())["gw-1"]
+    assert again.acme == wanted
+    assert again.missing_certificate is None
+    found = fleet(tmp_path, gateway=ACME.replace("[llm", "[chat.example.com, llm"))
+    other = plan_fleet(found, states(found, gw_1=there), Inputs())["gw-1"]
+    assert other.missing_certificate is not None
+
+
+def test_the_port_of_the_proof_must_be_free(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gateway=ACME)
+    held = {"pid": 7, "user": "root", "command": "apache2", "unit": "apache2.service"}
+    with pytest.raises(Refusal, match="port 80 of the proof for the gateway's certificate is take"):
+        plan_fleet(found, states(found, gw_1={"listening": {"80": held}}), Inputs())
+
+
+def test_a_certificate_on_the_host_is_watched_by_a_unit_of_its_own(tmp_path: Path) -> None:
+    tls = "gateway: {listen: 443, tls: {host_certificate: /etc/a.pem, host_key: /etc/a.key}}\n"
+    found = fleet(tmp_path, gateway=tls)
+    plan = plan_fleet(found, states(found), Inputs())["gw-1"]
+    nginx, watch = plan.gateway_services
+    assert (nginx.unit, watch.unit) == ("nginx.service", "vllm-fleet-tls.path")
+    assert watch.restarts
+    assert plan.acme is None

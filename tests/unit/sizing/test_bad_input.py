@@ -24,8 +24,9 @@ H100 = find_gpu("H100")
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0 is not a whole number of 1"),
         ({"intermediate_size": True}, "intermediate_size: True is not a whole number"),
         ({"max_position_embeddings": None}, "key 'max_position_embeddings' .*is missing"),
-        ({"architectures": ["FancyForCausalLM"]}, "FancyForCausalLM cannot be sized"),
-        ({"architectures": ["Glm5NextForCausalLM"]}, "from vLLM 0.30.0 on"),
+        ({"architectures": ["FancyForCausalLM"]}, "nor does any version from 0.18.0 to"),
+        ({"architectures": ["KimiLinearForCausalLM"]}, "KDA layers are not sized yet"),
+        ({"architectures": ["Glm5NextForCausalLM"]}, "first version with it is 0.30.0"),
         ({"architectures": "Qwen3ForCausalLM"}, "a list of names is wanted"),
         ({"architectures": None, "model_type": None}, "this is no config.json"),
         ({"architectures": None, "model_type": "fancy"}, "model_type 'fancy' is not known"),
@@ -73,6 +74,15 @@ def test_unknown_kind_of_layer(config: Config) -> None:
         size(data, gpu=H100)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -1.0])
+def test_shares_that_are_no_numbers(config: Config, bad: float) -> None:
+    yarn = {"rope_type": "yarn", "factor": bad, "original_max_position_embeddings": 4096}
+    with pytest.raises(SizingError, match=r"factor: .* is not a number above 0"):
+        size(config("glm-5.1-fp8", rope_parameters=yarn), gpu=H100)
+    with pytest.raises(SizingError, match=r"partial_rotary_factor: .* is not a number above 0"):
+        size(config("glm-4-9b-0414", partial_rotary_factor=bad), gpu=H100)
+
+
 def test_too_few_layer_types(config: Config) -> None:
     data = config("gpt-oss-20b")
     found = size(data, gpu=H100)
@@ -102,8 +112,21 @@ def test_settings(config: Config, settings: dict[str, Any], text: str) -> None:
 
 
 def test_architecture_newer_than_the_version(config: Config) -> None:
-    with pytest.raises(SizingError, match=r"first version that serves it is 0\.19\.0"):
+    with pytest.raises(SizingError, match=r"first version with it is 0\.19\.0"):
         size(config("gemma-4-26b-a4b"), gpu=H100, vllm_version="0.18.0")
+    text = config("qwen3-8b", architectures=["Qwen3_5ForCausalLM"])
+    with pytest.raises(SizingError, match=r"first version with it is 0\.27\.0"):
+        size(text, gpu=H100, vllm_version="0.26.0")
+    gone = config("meta-llama-3.1-8b", architectures=["AquilaForCausalLM"])
+    with pytest.raises(SizingError, match=r"0\.24\.0 was the last version with it"):
+        size(gone, gpu=H100, vllm_version="0.25.0")
+
+
+def test_architecture_made_of_another_for_pooling(config: Config) -> None:
+    plain = size(config("qwen3-8b"), gpu=H100, pooling=True)
+    for name in ("Qwen3ForSequenceClassification", "Qwen3Model", "Qwen3ForTokenClassification"):
+        found = size(config("qwen3-8b", architectures=[name]), gpu=H100)
+        assert found.activation_gib == plain.activation_gib
 
 
 def test_class_defaults_are_said(config: Config) -> None:
@@ -137,6 +160,10 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SizingError, match="not readable as JSON"):
         load_config(tmp_path)
+    for text in ("[" * 5000, '{"hidden_size": ' + "1" * 5000 + "}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SizingError, match="not readable as JSON"):
+            load_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(SizingError, match="a JSON object is wanted"):
         load_config(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fleet.sizing import SizingError, Traffic, choose, find_gpu
+from vllm_fleet.sizing import RefusedError, SizingError, Traffic, choose, find_gpu
 from vllm_fleet.sizing.choose import parsers, refusals, splits
 
 Config = Callable[..., dict[str, Any]]
@@ -49,6 +49,80 @@ def test_operators_values_are_checked(config: Config) -> None:
         choose(config("qwen3-8b"), find_gpu("H100"), 3, given={"tensor-parallel-size": 3})
     found = choose(config("qwen3-32b"), find_gpu("RTX 4090"), 1, given={"max-model-len": 4096})
     assert any("no memory is left" in r for r in found.refusals)
+
+
+@pytest.mark.parametrize(
+    ("given", "tp", "pp"),
+    [
+        ({"data-parallel-size": 2}, 2, None),
+        ({"data-parallel-size": 4}, 1, None),
+        ({"pipeline-parallel-size": 2}, 2, 2),
+        ({"tensor-parallel-size": 2}, 2, 2),
+        ({"tensor-parallel-size": 2, "data-parallel-size": 2}, 2, None),
+    ],
+)
+def test_an_operators_layout_leaves_the_other_cards_to_the_rest(
+    config: Config, given: dict[str, int], tp: int, pp: int | None
+) -> None:
+    found = choose(config("qwen3-30b-a3b"), find_gpu("H100"), 4, given=given)
+    assert (found["tensor-parallel-size"], found["pipeline-parallel-size"]) == (tp, pp)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data-parallel-size": 3},
+        {"tensor-parallel-size": 8},
+        {"tensor-parallel-size": 2, "pipeline-parallel-size": 1},
+        {"tensor-parallel-size": 0},
+    ],
+)
+def test_layouts_of_other_numbers_of_cards_are_refused(
+    config: Config, given: dict[str, int]
+) -> None:
+    with pytest.raises(RefusedError, match="does not divide the 4 cards"):
+        choose(config("qwen3-8b"), find_gpu("H100"), 4, given=given)
+
+
+def test_options_are_read_as_vllm_reads_them(config: Config) -> None:
+    plain = {"max-model-len": 16384, "max-num-seqs": 64, "max-num-batched-tokens": 4096}
+    human = {"max-model-len": "16K", "max-num-seqs": "64", "max-num-batched-tokens": "4K"}
+    first, second = (
+        choose(config("qwen3-8b"), find_gpu("H100"), 1, given=given) for given in (plain, human)
+    )
+    assert first.sizing == second.sizing
+    auto = choose(config("qwen3-8b"), find_gpu("H100"), 1, given={"max-model-len": "auto"})
+    assert auto.refusals == ()
+    with pytest.raises(SizingError, match="max-num-seqs: 'many' is no whole number"):
+        choose(config("qwen3-8b"), find_gpu("H100"), 1, given={"max-num-seqs": "many"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"speculative-config": {"method": "mtp", "num_speculative_tokens": 1}},
+        {"speculative-config": {"method": "glm4_moe_lite_mtp", "num_speculative_tokens": 1}},
+        {"speculative-config": '{"method": "mtp", "num_speculative_tokens": 1}'},
+        {"speculative-config.method": "mtp", "speculative-config.num_speculative_tokens": 1},
+        {"spec-method": "mtp", "spec-tokens": 1},
+    ],
+)
+def test_mtp_layers_are_counted_however_they_are_asked_for(
+    config: Config, given: dict[str, Any]
+) -> None:
+    card = find_gpu("H200")
+    plain = choose(config("glm-4.7-flash"), card, 1).sizing
+    found = choose(config("glm-4.7-flash"), card, 1, given=given).sizing
+    assert plain is not None
+    assert found is not None
+    assert found.weights_gib > plain.weights_gib + 0.5
+
+
+def test_other_drafts_are_said_not_to_be_counted(config: Config) -> None:
+    given = {"speculative-config": {"method": "eagle3", "model": "x", "num_speculative_tokens": 3}}
+    found = choose(config("qwen3-8b"), find_gpu("H100"), 1, given=given)
+    assert any("eagle3" in w for w in found.warnings)
+    assert not choose(config("qwen3-8b"), find_gpu("H100"), 1).warnings
 
 
 def test_slow_links_take_pipeline(config: Config) -> None:
@@ -107,6 +181,7 @@ def test_cards_without_bfloat16_get_half(config: Config) -> None:
         ("H100", "qwen3-8b", {"driver": "beta"}, "not a version"),
         ("H100", "qwen3-8b", {"vllm_version": "0.20.1", "glibc": (2, 31)}, "needs 2.35"),
         ("A100", "glm-5.1-fp8", {}, "needs Hopper or Blackwell"),
+        ("RTX PRO 6000", "glm-5.1-fp8", {"vllm_version": "0.23.0"}, "from vLLM 0.24 on"),
         ("V100", "glm-5.1-fp8", {}, "FP8 weights need sm_75"),
         ("T4", "gpt-oss-20b", {}, "MXFP4 weights need sm_80"),
     ],

@@ -63,6 +63,14 @@ def test_does_not_fit() -> None:
     assert "the longest max_model_len is" in result.stderr
 
 
+def test_a_card_that_vllm_has_no_kernels_for_is_said() -> None:
+    model = str(DATA / "configs" / "glm-5.1-fp8.json")
+    result = run(model, "--gpu", "A100", "--count", "16", "--tp", "16", "--json")
+    assert "needs Hopper or Blackwell" in " ".join(json.loads(result.stdout)["warnings"])
+    fine = run(model, "--gpu", "H200", "--count", "8", "--json")
+    assert "would not start" not in fine.stdout
+
+
 def test_refused() -> None:
     result = run(QWEN, "--gpu", "H100", "--count", "3")
     assert result.exit_code == 1

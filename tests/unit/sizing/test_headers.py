@@ -81,6 +81,35 @@ def test_tensor_without_offsets(tmp_path: Path) -> None:
         stored_weights(tmp_path)
 
 
+def test_offsets_that_are_no_numbers(tmp_path: Path) -> None:
+    text = b'{"a": {"dtype": "BF16", "data_offsets": [0, Infinity]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(SizingError, match="tensor a"):
+        stored_weights(tmp_path)
+
+
+def test_an_index_without_its_shards_is_said(tmp_path: Path, config: Config) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 0}, "weight_map": {"a": "model-1.safetensors"}})
+    )
+    found = size(config("qwen3-0.6b"), gpu=find_gpu("L4"), weights_dir=tmp_path)
+    assert any("no safetensors in" in w for w in found.warnings)
+
+
+def test_weights_for_pooling_are_without_a_head(tmp_path: Path, config: Config) -> None:
+    """adapters.py leaves it out; the checkpoint may hold one or not."""
+    data, card = config("qwen3-8b"), find_gpu("H100")
+    head = 151936 * 4096 * 2
+    whole = size(data, gpu=card)
+    pooled = size(data, gpu=card, pooling=True)
+    assert (whole.weights_gib - pooled.weights_gib) * 2**30 == pytest.approx(head, rel=0.001)
+    body = 8_190_735_360 * 2 - head
+    for tensors in ({"layers": body}, {"layers": body, "lm_head.weight": head}):
+        write(tmp_path / "model.safetensors", tensors)
+        found = size(data, gpu=card, pooling=True, weights_dir=tmp_path)
+        assert found.weights_gib == pooled.weights_gib
+
+
 def test_sizes_on_disk_win_over_the_config(tmp_path: Path, config: Config) -> None:
     data = config("qwen3-0.6b")
     plain = size(data, gpu=find_gpu("L4"))

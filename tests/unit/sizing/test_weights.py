@@ -51,6 +51,13 @@ def test_experts_are_divided_whole_with_expert_parallel() -> None:
     assert shard(experts, Parallel(tp=4, dp=2, expert_parallel=True)) == (1024, 2048, 16)
 
 
+def test_experts_are_split_over_data_parallel_ranks_too() -> None:
+    experts = Weight("e", 1024, 2048, "out", "expert", count=128)
+    assert shard(experts, Parallel(tp=2, dp=4)) == (128, 2048, 128)
+    other = Weight("o", 1024, 2048, "out", "linear")
+    assert shard(other, Parallel(tp=2, dp=4)) == (512, 2048, 1)
+
+
 def test_allocator_rounds_as_torch_does() -> None:
     allocator = Allocator()
     allocator.allocate(107 * MIB)  # a segment of 108 MiB, the rest is too small to split off
@@ -118,6 +125,18 @@ def test_draft_layers_are_loaded_only_when_asked(config: Config) -> None:
     )
     assert without.draft == 0
     assert with_draft.draft == pytest.approx(without.layers / 47, rel=0.1)
+
+
+def test_a_draft_on_the_last_of_several_ranks_has_an_embedding_of_its_own(config: Config) -> None:
+    model = build(config("glm-4.7-flash"))
+    alone, split = (
+        rank_weights(
+            model, Parallel(pp=pp), Quantisation(), dtype="bfloat16", card=Card(), draft=True
+        )
+        for pp in (1, 2)
+    )
+    assert split[-1].draft - alone[0].draft == pytest.approx(154880 * 2048 * 2, rel=0.01)
+    assert split[0].draft == 0
 
 
 @pytest.mark.parametrize(

@@ -513,6 +513,29 @@ def test_file_that_does_not_exist(project: Project, device: str) -> None:
     ]
 
 
+def test_shared_address_of_the_gateways(project: Project) -> None:
+    shared = "gateway: {{keepalived: {{address: {}, router_id: {}, password_file: {}}}}}\n"
+    project.write("group_vars/gateway.yml", shared.format("10.0.0.100/24", 7, "p"))
+    assert project.complaints() == [
+        'group_vars/gateway.yml:1:77: gateway.keepalived.password_file: "p" does not exist; '
+        f"it is looked for below {project.root}"
+    ]
+    project.write("p", "secret")
+    assert project.complaints() == []
+    project.write("group_vars/gateway.yml", shared.format("10.0.0.100", 256, "p"))
+    where = "group_vars/gateway.yml:1:"
+    assert project.complaints() == [
+        f"{where}33: gateway.keepalived.address: must be an IP address with the length of its "
+        'network, such as "10.0.0.100/24"',
+        f"{where}56: gateway.keepalived.router_id: must be an integer from 1 to 255",
+    ]
+    project.write("group_vars/gateway.yml", "gateway: {admin_networks: [10.0.9.1/24]}\n")
+    assert project.complaints() == [
+        f"{where}28: gateway.admin_networks[0]: must be an IP address or a network such as "
+        '"10.0.9.0/24"'
+    ]
+
+
 def test_every_mistake_of_every_file_in_one_go(project: Project) -> None:
     project.write("group_vars/all.yml", "start_seconds: 0\n")
     project.write("group_vars/gpu.yml", "start_seconds: -1\nbogus: 1\n")  # overrides it, and bad

@@ -26,7 +26,9 @@ def with_args(project: Project, args: str, version: str = "0.21.0") -> None:
         ("{use-v2-block-manager: true}", ("vllm_args.use-v2-block-manager: ",)),
         ("{max-num-seqs: 0}", ("vllm_args.max-num-seqs: ",)),
         ("{tool-call-parser: glm99, enable-auto-tool-choice: true}", ("glm99", "glm45")),
-        ("{max_num_sequences: 4}", ("max_num_sequences: ", "max-num-seqs")),
+        ("{max_num_sequences: 4}", ("max_num_sequences: ", "write `max-num-seqs`")),
+        ("{max-num-seq: 4}", ("max-num-seq: ", "write `max-num-seqs`")),
+        ("{enable-prefix-cachin: true}", ("short for", "write `enable-prefix-caching: true`")),
     ],
 )
 def test_wrong_options_are_told_at_their_key_with_what_to_write(
@@ -45,6 +47,28 @@ def test_good_options_and_those_of_a_later_version_pass(project: Project) -> Non
     assert project.complaints() == []
     with_args(project, "{speculative-config.method: mtp, no-enable-log-requests: true}")
     assert not [c for c in project.complaints() if "enable-log-requests" in c]
+
+
+@pytest.mark.parametrize("cards", ["[0, 1]", "2 x A100", "2x A100"])
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        ("{tensor-parallel-size: 4}", "tensor-parallel-size = 4"),
+        ("{pipeline_parallel_size: 4}", "pipeline-parallel-size = 4"),
+        (
+            "{tensor-parallel-size: 2, data-parallel-size: 2}",
+            "tensor-parallel-size x data-parallel-size = 4",
+        ),
+    ],
+)
+def test_more_ranks_than_cards_are_told_at_the_cards(
+    project: Project, cards: str, args: str, shown: str
+) -> None:
+    project.good(("Air\n", f"Air\n    vllm_args: {args}\n"), ("[0, 1]", cards))
+    (complaint,) = project.complaints()
+    assert f"instances[0].cards: {shown} is more than its 2 cards" in complaint
+    project.good(("Air\n", f"Air\n    vllm_args: {args[:-1]}, nnodes: 2}}\n"), ("[0, 1]", cards))
+    assert project.complaints() == []
 
 
 def test_a_wrong_option_of_an_instance_is_told_there_and_wins_over_the_model(

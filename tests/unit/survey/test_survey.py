@@ -28,6 +28,15 @@ QWEN = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+GLM_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
 ON_HOST = {
     "weights": {
         "/opt/vllm/models/qwen/v2/.verified.json": {
@@ -139,6 +148,28 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(tmp_pat
     (reason,) = found.reasons
     assert reason.startswith("gpu-1: instance qwen-a: ")
     assert "weights" in reason
+
+
+def test_what_vllm_would_refuse_is_refused_where_the_config_is_known(tmp_path: Path) -> None:
+    linked = {**state().cards, "topo": matrix(uniform(4, "NV12"))}
+    text = ALL.replace("port: 8001", "port: 8001, vllm_args: {tensor-parallel-size: 2}")
+    given = inputs(tmp_path, text, glm={**QWEN, "num_attention_heads": 31})
+    (reason,) = view(tmp_path, given, text, cards=linked).reasons
+    assert "instance glm-a: " in reason
+    assert "divide" in reason
+
+
+def test_the_operator_s_mtp_is_counted_where_no_setting_is_chosen(tmp_path: Path) -> None:
+    mtp = {**QWEN, **GLM_MOE}
+    told = json.loads(json.dumps(ON_HOST))
+    told["weights"]["/opt/vllm/models/qwen/v2/.verified.json"]["config"] = json.dumps(mtp)
+    asked = "port: 8002, vllm_args: {speculative-config: {method: mtp, num_speculative_tokens: 1}}"
+    text = ALL.replace("port: 8002", asked)
+    plain = view(tmp_path, Inputs(), **told).sized["qwen-a"].sizing
+    found = view(tmp_path, Inputs(), text, **told).sized["qwen-a"].sizing
+    assert plain is not None
+    assert found is not None
+    assert found.weights_gib > plain.weights_gib + 0.1
 
 
 def test_settings_never_follow_from_links_that_were_not_read(tmp_path: Path) -> None:

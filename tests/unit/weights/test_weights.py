@@ -130,6 +130,12 @@ def _header(model: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:8] + b"x" + shard.read_bytes()[9:])
 
 
+def _header_says(text: str) -> Callable[[Path], None]:
+    data = text.encode()
+    whole = len(data).to_bytes(8, "little") + data + b"x" * 9
+    return lambda model: ((model / SHARD).write_bytes(whole) and None) or None
+
+
 def _other_shard(model: Path) -> None:
     (model / SHARD).write_bytes((model / SHARD.replace("2-of", "1-of")).read_bytes())
 
@@ -159,6 +165,8 @@ def _no_template(model: Path) -> None:
         (_cut, f"{SHARD}: is "),
         (_grown, "cut short or mixed"),
         (_header, f"{SHARD}: its header is damaged"),
+        (_header_says('{"a": {"data_offsets": [0, "x"]}}'), f"{SHARD}: its header is damaged"),
+        (_header_says("[" * 9999), f"{SHARD}: its header is damaged"),
         (_other_shard, f"{SHARD}: lacks "),
         (lambda model: (model / SHARD).unlink(), f"{SHARD}: is missing"),
         (_text(SHARD, ""), "is no safetensors file, or cut short (0 bytes)"),
@@ -166,6 +174,7 @@ def _no_template(model: Path) -> None:
         (_text(SHARD, "version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
         (_only_gguf, "weights are GGUF"),
         (_text("config.json", "{"), "config.json: config.json: is no JSON"),
+        (_text("config.json", "[" * 9999), "config.json: config.json: is no JSON"),
         (_text("config.json", "{}"), "config.json: names no architectures"),
         (lambda model: (model / "config.json").unlink(), "config.json: is missing"),
         (_text("model.safetensors.index.json", "[]"), "index.json: cannot be read"),
@@ -227,7 +236,10 @@ def test_weights_are_small_numbers_and_the_vocabulary_is_whole(model: Path) -> N
 
 def test_an_architecture_that_the_release_does_not_know_is_said_as_on_the_operator_s_side() -> None:
     engines = [dict(engine_data.architecture_rules("0.21.0"))]
-    assert onhost.unserved({"architectures": ["Qwen3ForCausalLM"]}, engines) is None
+    for name in ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model"):
+        assert onhost.unserved({"architectures": [name]}, engines) is None
+    for name in ("NoSuchForSequenceClassification", "Model", ""):
+        assert onhost.unserved({"architectures": [name]}, engines)
     unknown = "Glm5NextForConditionalGeneration"
     assert onhost.unserved({"architectures": [unknown]}, engines) == (
         engine_data.architecture_problem("0.21.0", unknown)

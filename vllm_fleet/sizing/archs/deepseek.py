@@ -12,7 +12,7 @@ from .parts import rotary, rotary_positions
 
 
 def deepseek(c: Keys, top: Keys) -> Model:
-    """deepseek_v2.py, glm4_moe_lite.py: MLA; with index_topk a DSA indexer on every layer"""
+    """deepseek_v2.py, glm4_moe_lite.py: MLA; with index_topk a DSA indexer"""
     hidden = c.number("hidden_size")
     heads = c.number("num_attention_heads")
     rank = c.number("kv_lora_rank")
@@ -35,6 +35,7 @@ def deepseek(c: Keys, top: Keys) -> Model:
     )
     is_routed = _routed_layers(c, routed)
 
+    shares = _sharing_layers(c)
     indexer: int | None = None
     if c.get("index_topk") is not None:
         key = c.number("index_head_dim")
@@ -76,7 +77,8 @@ def deepseek(c: Keys, top: Keys) -> Model:
                 Weight(f"{p}.indexer.k_norm", 2 * key, element=4),
             ]
         qkv = heads * (nope + rope) + (rank + rope)
-        return Mixer(Latent(rank + rope, indexer), weights, qkv, out=heads * value)
+        cache = Latent(rank + rope, indexer, shares=indexer is not None and shares(i))
+        return Mixer(cache, weights, qkv, out=heads * value)
 
     return decoder(
         c,
@@ -92,7 +94,27 @@ def deepseek(c: Keys, top: Keys) -> Model:
         latent_heads=heads,
         latent_up=(nope + value) * rank,
         latent_rank=rank,
+        index_topk=c.number("index_topk") if indexer is not None else 0,
     )
+
+
+def _sharing_layers(c: Keys) -> Callable[[int], bool]:
+    """Whether a layer uses the indices of one before it: deepseek_v2.py, IndexCache."""
+    count = c.number("num_hidden_layers")
+    every = c.number("index_topk_freq", default=1)
+    offset = c.number("index_skip_topk_offset", default=2, least=0)
+    pattern = c.get("index_topk_pattern")
+    if pattern is not None and not isinstance(pattern, str | list):
+        raise SizingError(f"{c.where}: index_topk_pattern: F and S are wanted, not {pattern!r}.")
+
+    def shares(i: int) -> bool:
+        if i >= count:
+            return False  # MTP layers choose for themselves
+        if pattern is not None:
+            return i < len(pattern) and pattern[i] == "S"
+        return max(i - offset + 1, 0) % every != 0
+
+    return shares
 
 
 def _routed_layers(c: Keys, experts: int) -> Callable[[int], bool]:

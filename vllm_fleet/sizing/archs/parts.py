@@ -49,7 +49,7 @@ def rotary_positions(c: Keys) -> int:
             and isinstance(original, int)
             and isinstance(factor, int | float)
         ):
-            return int(original * factor)
+            return int(original * c.share("factor", factor))
     return max_len(c)
 
 

@@ -164,6 +164,10 @@ def _hybrid(c: Keys, top: Keys, family: str, *, routed: bool) -> Model:
     sparse = _routed_layers(c, count, experts.count)
     width = 0 if all(sparse) else c.number("intermediate_size")
     prefix = "model.language_model" if "text_config" in top.data else "model"
+    # qwen3_next_mtp.py and qwen3_5_mtp.py make one MTP layer where the config counts none;
+    # the config.json of Qwen3-Next does not.
+    key = "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
+    drafts = c.number(key, default=1, least=0)
 
     def mixer(i: int, p: str) -> Mixer:
         if types[i] == "full_attention":
@@ -201,7 +205,7 @@ def _hybrid(c: Keys, top: Keys, family: str, *, routed: bool) -> Model:
             ("expert width", experts.width) if routed else ("MLP width", width),
         ],
         prefix=prefix,
-        draft=tuple(map(draft, range(c.number("mtp_num_hidden_layers", default=0, least=0)))),
+        draft=tuple(map(draft, range(drafts))),
     )
 
 

@@ -23,10 +23,14 @@ local TYPES = {
 -- What nginx refuses by itself, before any Lua ran.
 local MESSAGES = {
   [400] = "The request is not valid HTTP, or plain HTTP on a TLS port.",
+  [403] = "This address may not ask that here.",
   [404] = "There is no such path.",
+  [405] = "This method is not allowed here.",
   [408] = "The request took too long to arrive.",
   [413] = "The request body is larger than this gateway accepts.",
   [414] = "The request's address is too long.",
+  [429] = "Too many requests at once from one address; send fewer, or have the address put into "
+          .. "gateway.connections_unlimited.",
   [431] = "The request's headers are too large.",
 }
 
@@ -43,23 +47,57 @@ function M.json(status, body)
   return ngx.exit(ngx.HTTP_OK)  -- ends the request in any phase; the status is sent already
 end
 
--- Ends the request. `param` names the field at fault, where it is one.
-function M.error(status, message, param)
+-- Ends the request. `param` names the field at fault, where it is one; `code` is a word that
+-- clients look for, else the status.
+function M.error(status, message, param, code)
   return M.json(status, string.format(
-    '{"error":{"message":%s,"type":"%s","param":%s,"code":%d}}',
+    '{"error":{"message":%s,"type":"%s","param":%s,"code":%s}}',
     M.quote(message), TYPES[status] or "InternalServerError", param and M.quote(param) or "null",
-    status))
+    code and M.quote(code) or status))
 end
 
--- 503 for what may work a little later.
-function M.later(message, seconds)
+-- For what may work a little later; 503 where no other status is given.
+function M.later(message, seconds, status)
   ngx.header["Retry-After"] = seconds
-  return M.error(503, message)
+  return M.error(status or 503, message)
+end
+
+-- A page for people, which may hold and fetch nothing but its own.
+function M.page(html, nonce)
+  local header = ngx.header
+  header["Content-Type"] = "text/html; charset=utf-8"
+  header["Content-Length"] = #html
+  header["Content-Security-Policy"] = "default-src 'none'; style-src 'nonce-" .. nonce
+    .. "'; script-src 'nonce-" .. nonce .. "'; connect-src 'self'; img-src data:; "
+    .. "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+  header["X-Content-Type-Options"] = "nosniff"
+  header["Referrer-Policy"] = "no-referrer"
+  ngx.print(html)
+  return ngx.exit(ngx.HTTP_OK)
+end
+
+-- 429 for what is too much now.
+function M.busy(message, seconds)
+  ngx.header["Retry-After"] = seconds
+  return M.error(429, message)
+end
+
+-- 429 for what is too much now, for so many seconds; or, without them, for good.
+function M.busy(message, seconds)
+  if seconds then
+    ngx.header["Retry-After"] = seconds
+  else
+    ngx.header["x-should-retry"] = "false"  -- known to OpenAI's clients
+  end
+  return M.error(429, message)
 end
 
 -- In the location of nginx's own errors.
 function M.nginx_error()
   local status = ngx.status >= 400 and ngx.status or 500
+  if status == 429 then
+    ngx.header["Retry-After"] = 5
+  end
   return M.error(status, MESSAGES[status] or "The gateway failed; see its error log.")
 end
 

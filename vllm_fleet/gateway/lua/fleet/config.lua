@@ -1,4 +1,4 @@
--- What the deploy wrote for us: pools.json (settings and pools) and keys.json.
+-- What the deploy wrote for us: pools.json (settings and pools). For keys.json see keys.lua.
 --
 -- Read once by nginx's master while it loads its configuration, as root, so that a broken file
 -- refuses the reload (`nginx -t` runs no Lua and does not see it). The text of pools.json also goes
@@ -11,9 +11,10 @@ local state = ngx.shared.fleet_state
 
 local M = {}
 
-local stamp, settings, pools, by_name, keys
+local stamp, settings, pools, by_name
 
-local function read(path)
+-- What a file of ours holds, and its text; raises with a message for the operator.
+function M.read(path)
   local file, err = io.open(path, "rb")
   if not file then
     error("vllm-fleet: " .. err .. "; run the deploy for this gateway again", 0)
@@ -30,10 +31,19 @@ end
 
 local function use(value)
   settings, pools, by_name = value.settings, value.pools, {}
+  settings.session_variables = {}  -- of nginx, for the headers
+  for i, name in ipairs(settings.session_headers) do
+    settings.session_variables[i] = "http_" .. name:lower():gsub("-", "_")
+  end
   for _, pool in ipairs(pools) do
     by_name[pool.name] = pool
     for _, alias in ipairs(pool.aliases) do
       by_name[alias] = pool
+    end
+    pool.adapters = {}
+    for _, adapter in ipairs(pool.loras) do
+      by_name[adapter] = pool
+      pool.adapters[adapter] = true
     end
     for _, instance in ipairs(pool.instances) do
       instance.id = instance.host .. "/" .. instance.name
@@ -41,21 +51,13 @@ local function use(value)
   end
 end
 
--- In init_by_lua: read both files; raises with a message for the operator.
+-- In init_by_lua; raises with a message for the operator.
 function M.load(directory)
-  local value, text = read(directory .. "/pools.json")
+  local value, text = M.read(directory .. "/pools.json")
   use(value)
   stamp = ngx.md5(text)
   state:set("pools", text)
   state:set("pools_stamp", stamp)
-  local listed = read(directory .. "/keys.json").keys
-  keys = nil
-  if #listed > 0 then
-    keys = {}
-    for _, key in ipairs(listed) do
-      keys[key.sha256] = key.name
-    end
-  end
 end
 
 local function refresh()
@@ -75,15 +77,15 @@ function M.pools()
   return pools
 end
 
--- The pool that serves this name or alias, or nil.
+-- The pool that serves this name, alias or LoRA adapter, or nil.
 function M.pool(name)
   refresh()
   return by_name[name]
 end
 
--- {sha256 in hex = name of the key}, or nil where no key is asked for.
-function M.keys()
-  return keys
+-- Whether the name is that of a LoRA adapter of the pool.
+function M.is_adapter(pool, name)
+  return name ~= nil and pool.adapters[name] == true
 end
 
 return M

@@ -2,7 +2,7 @@
 --
 -- Every worker's timer goes round all instances, but each question belongs to the worker that gets
 -- the claim, a key in shared memory that expires by itself: so a dead worker blocks nothing, and a
--- host that does not answer delays no other.
+-- host that does not answer delays no other. The same rounds look for drain marks of others.
 
 local config = require "fleet.config"
 local gauge = require "fleet.gauge"
@@ -21,6 +21,7 @@ local CLAIM = 6  -- longer than any question can take
 -- ready" count at once.
 local SILENT = 3
 local SWEEP = 5
+local MARKS = 0.4  -- seconds between looks for drain marks that others made
 
 -- Whether the instance says that it is ready, and if not, why; nil where it took the question and
 -- said nothing.
@@ -55,9 +56,9 @@ local function check(instance)
   local silence = "silent:" .. instance.id
   if ready ~= nil then
     state:delete(silence)
-    pool.set_ready(instance, ready, why)
+    pool.said_ready(instance, ready, why)
   elseif state:incr(silence, 1, 0) >= SILENT then
-    pool.set_ready(instance, false, why .. ", " .. SILENT .. " times in a row")
+    pool.said_ready(instance, false, why .. ", " .. SILENT .. " times in a row")
   end
   state:set("claim:" .. instance.id, 1, INTERVAL)
 end
@@ -72,6 +73,9 @@ local function round(premature)
         ngx.thread.spawn(check, instance)
       end
     end
+  end
+  if state:add("claim of the marks", 1, MARKS) then
+    pool.recall()
   end
   if state:add("claim of the sweep", 1, SWEEP) then
     gauge.sweep()

@@ -1,5 +1,5 @@
--- One request's way: admitted, given to an instance, held while there is none, tried elsewhere
--- where that is safe, logged.
+-- One request's way: admitted, given to an instance, held while there is none, queued while all are
+-- at their limit, tried elsewhere where that is safe, logged.
 --
 -- nginx runs admit() as content of the client's location. It jumps to @fleet_proxy, where choose()
 -- runs in the access phase, before proxy_pass. When that try ends in 502, 503 or 504, error_page
@@ -12,9 +12,13 @@ local answer = require "fleet.answer"
 local config = require "fleet.config"
 local gauge = require "fleet.gauge"
 local keys = require "fleet.keys"
+local limits = require "fleet.limits"
+local logged = require "fleet.logged"
 local metrics = require "fleet.metrics"
 local pools = require "fleet.pool"
+local queue = require "fleet.queue"
 local scan = require "fleet.scan"
+local usage = require "fleet.usage"
 
 local M = {}
 
@@ -22,6 +26,18 @@ local M = {}
 local MAX_TRIES = 9
 local FIRST_SLEEP, LONGEST_SLEEP = 0.02, 0.5
 local RETRY_AFTER = 5
+
+-- The estimate of a prompt's tokens is at most this far below the truth, nearly always.
+local SLACK = 1.3
+-- Tokens of an image or a sound, whose size is not looked at.
+local MEDIUM = 1000
+-- Prompts of fewer tokens are computed anew in less time than a wait for the right instance takes.
+local LONG_PREFIX = 256
+-- Where answers take tokens of their own.
+local ANSWERS = {
+  ["/v1/chat/completions"] = true, ["/v1/completions"] = true, ["/v1/messages"] = true,
+  ["/v1/responses"] = true,
+}
 
 local live = {}  -- request id -> state, of this worker
 
@@ -54,13 +70,33 @@ local function body()
   return data
 end
 
-local function pool_of(text)
-  local kind, name = scan.model(text)
-  if kind == "json" then
+-- The name of the pool that path or header ask for, and the path without it. Clients that cannot
+-- set `model` use /pools/NAME/v1/... as their base address, or the header X-Fleet-Pool.
+local function pool_asked()
+  local uri = ngx.var.uri
+  if uri:byte(2) == 112 then  -- p, no v
+    return uri:match("^/pools/([^/]+)(/v1/.+)$")
+  end
+  return ngx.var.http_x_fleet_pool, uri
+end
+
+local function no_such_model(name)
+  return answer.error(404, "The model `" .. plain(name) .. "` does not exist.", "model")
+end
+
+-- The pool of a request, or answers.
+local function pool_of(asked, found)
+  if found.kind == "json" then
     return answer.error(400, "The request body is not a JSON object.")
-  elseif kind == "type" then
+  end
+  if found.model then
+    ngx.var.fleet_model = plain(found.model)
+  end
+  if asked then
+    return config.pool(asked) or no_such_model(asked)
+  elseif found.kind == "type" then
     return answer.error(400, "`model` must be a string.", "model")
-  elseif kind == "missing" then
+  elseif found.kind == "missing" then
     -- The engine serves its one model then; so does a gateway with one pool.
     local all = config.pools()
     if #all == 1 then
@@ -69,38 +105,92 @@ local function pool_of(text)
     return answer.error(400, "`model` is required: this gateway serves several. "
                              .. "GET /v1/models lists them.", "model")
   end
-  ngx.var.fleet_model = plain(name)
-  local pool = config.pool(name)
-  if not pool then
-    return answer.error(404, "The model `" .. plain(name) .. "` does not exist.", "model")
-  end
-  return pool
+  return config.pool(found.model) or no_such_model(found.model)
 end
 
--- Whether path, method and key are in order; answers where not.
+-- The body as the engine is to see it where path or header chose the pool, and what the scanner
+-- finds in it: the engine would refuse a `model` that it does not serve, and where an adapter was
+-- asked for, it must be told so.
+local function renamed(text, found, pool, asked)
+  local wanted = config.is_adapter(pool, asked) and asked
+  if found.model and config.pool(found.model) == pool and (not wanted or found.model == wanted) then
+    return text, found
+  elseif found.model_from and (found.kind ~= "missing" or wanted) then
+    text = text:sub(1, found.model_from - 1) .. answer.quote(wanted or pool.name)
+        .. text:sub(found.model_to + 1)
+  elseif wanted then
+    text = text:gsub("{(%s*}?)", function(rest)
+      return '{"model":' .. answer.quote(wanted) .. (rest:find("}", 1, true) and "" or ",") .. rest
+    end, 1)
+  else
+    return text, found  -- none: the engine serves its model
+  end
+  ngx.req.set_body_data(text)
+  return text, scan.request(text)
+end
+
+-- What affinity goes by, as a number: a header of the client's session, else the beginning of the
+-- conversation where it is long enough for the engine's prefix cache to matter; or nil.
+local function affinity_of(found)
+  local settings = config.settings()
+  if settings.affinity == "none" then
+    return nil
+  end
+  for _, variable in ipairs(settings.session_variables) do
+    local value = ngx.var[variable]
+    if value and value ~= "" then
+      return ngx.crc32_long(value)
+    end
+  end
+  if settings.affinity == "prefix" and found.first and found.longest >= LONG_PREFIX then
+    return ngx.crc32_long(found.first)
+  end
+  return nil
+end
+
+-- Refuse what no instance of the pool can take, by the number of tokens that any tokenizer would
+-- make of it at least.
+local function check_length(pool, text, found)
+  local longest = pool.max_model_len
+  if type(longest) ~= "number" or found.longest <= longest or found.truncates then
+    return
+  end
+  local least = scan.least(text, found)
+  if least > longest then
+    return answer.error(400, string.format(
+      "This model's maximum context length is %d tokens, and the prompt has at least %d. Please "
+      .. "shorten it.", longest, least), "messages", "context_length_exceeded")
+  end
+end
+
+-- The key that a request shows, where path, method and key are in order; answers where not.
 function M.allow(method)
   -- The path as sent must be the path that nginx matched: no escapes, no //, no dots.
   if ngx.var.request_uri:match("^[^?]*") ~= ngx.var.uri then
     return answer.error(404, "There is no such path.")
+  end
+  -- A proxy in front may have taken the other length, and what follows for a request of its own.
+  -- nginx from 1.21.1 on refuses this by itself; Ubuntu 22.04 has an older one.
+  if ngx.var.http_transfer_encoding and ngx.var.http_content_length then
+    return answer.error(400, "The request's length is told in two ways.")
   end
   local asked = ngx.req.get_method()
   if asked ~= method and not (asked == "HEAD" and method == "GET") then
     ngx.header["Allow"] = method
     return answer.error(405, "Only " .. method .. " is allowed here.")
   end
-  local name = keys.name()
-  if not name then
-    ngx.header["WWW-Authenticate"] = "Bearer"
-    return answer.error(401, "No API key, or one that this gateway does not know. Send it as "
-                             .. "`Authorization: Bearer KEY`.")
+  local key, why, expired = keys.find()
+  if not key then
+    return keys.refuse(why, expired)
   end
-  ngx.var.fleet_key = name
-  return true
+  ngx.var.fleet_key = key.name
+  return key
 end
 
--- Content of the client's location.
+-- Content of the client's location. The order is what costs least first, and what is charged last.
 function M.admit()
-  M.allow("POST")
+  local key = M.allow("POST")
+  local asked, path = pool_asked()
   local text, err = body()
   if not text then
     if err == "length" then
@@ -109,10 +199,39 @@ function M.admit()
     ngx.log(ngx.ERR, "vllm-fleet: cannot read the request body that nginx spooled: ", err)
     return answer.error(500, "The gateway could not read the request body.")
   end
-  local pool = pool_of(text)
+  local found = scan.request(text)
+  local pool = pool_of(asked, found)
+  if asked then
+    text, found = renamed(text, found, pool, asked)
+    ngx.req.set_uri(path)
+  end
   ngx.var.fleet_pool = pool.name
   ngx.var.fleet_upstream = pool.upstream
-  live[ngx.var.request_id] = {pool = pool.name, tried = {}, tries = {}, held_ms = 0, rounds = 0}
+  check_length(pool, text, found)
+  local answers = ANSWERS[path] and config.settings().answer_tokens or 0
+  if not keys.may_use(key, pool, found.model) then
+    return keys.refuse_model(key, pool, found.model)
+  end
+  local estimate, prompt = usage.estimate(path, found)
+  local ok, message, retry_after = limits.admit(key, estimate)
+  if not ok then
+    return answer.busy(message, retry_after)
+  end
+  local with_usage = usage.ask(path, found, text)
+  if with_usage then
+    text = with_usage
+    ngx.req.set_body_data(text)
+  end
+  live[ngx.var.request_id] = {
+    pool = pool.name, key = key, estimate = estimate, prompt = prompt,
+    hide = with_usage ~= nil, bytes = #text,
+    lora = config.is_adapter(pool, found.model) and found.model or nil,
+    max_tokens = found.max_tokens,
+    stream = found.stream, include_usage = found.include_usage,
+    need = math.ceil(found.longest * SLACK) + MEDIUM * found.media + (found.max_tokens or answers),
+    affinity = affinity_of(found),
+    tried = {}, tries = {}, held_ms = 0, queued_ms = 0, rounds = 0,
+  }
   return ngx.exec("@fleet_proxy")
 end
 
@@ -125,8 +244,9 @@ local function leave(request, status)
   local instance = request.instance
   if instance then
     request.instance = nil
-    gauge.add("flight:" .. instance.id, -1)
+    pools.give(instance)
     request.tries[#request.tries + 1] = instance.id .. ":" .. status
+    queue.freed(request.pool)
   end
 end
 
@@ -136,17 +256,24 @@ local function after_try(request)
   local instance = request.instance
   local status = last(ngx.var.upstream_status) or tostring(ngx.status)
   local sent = last(ngx.var.upstream_bytes_sent)
-  leave(request, status)
   local reason
   if sent == "0" or sent == nil or sent == "-" then
     reason = "connect"
     pools.set_ready(instance, false, "connecting for a request failed")
+    pools.failed(instance, "no connection", request.probe)
   elseif status == "503" and ngx.var.upstream_http_x_fleet_gate then
     reason = "gate"
     pools.set_ready(instance, false, "its gate refused a request")
+    pools.failed(instance, "its gate refused", request.probe)
+  elseif status == "503" then
+    pools.worked(instance)
+  else
+    pools.failed(instance, "no answer, " .. status, request.probe)
   end
+  leave(request, status)
+  request.last = instance
   if reason then
-    request.tried[instance.id] = true
+    request.tried[instance.id], request.last = true, nil
     metrics.count("vllm_fleet_gateway_retries_total",
                   string.format('pool="%s",reason="%s"', request.pool, reason))
     return
@@ -162,15 +289,39 @@ local function after_try(request)
                            .. "not given to another one: it may have been worked on.")
 end
 
-local function refuse(pool, reason, message)
+local function count_refused(pool, reason)
   metrics.count("vllm_fleet_gateway_refused_total",
                 string.format('pool="%s",reason="%s"', pool, reason))
+end
+
+local function refuse(pool, reason, message)
+  count_refused(pool, reason)
   return answer.later(message, RETRY_AFTER)
+end
+
+-- Book that a request begins to wait, in hold or queue; answers where the bodies that wait are more
+-- than hold_mib.
+local function wait_begins(request)
+  local limit = config.settings().hold_mib * 1048576
+  if gauge.add("waiting bytes", request.bytes) > limit then
+    gauge.add("waiting bytes", -request.bytes)
+    return refuse(request.pool, "bytes", "No instance of `" .. request.pool .. "` can take this "
+                  .. "request now, and the requests that wait are as large as this gateway keeps.")
+  end
+  request.waiting = true
+end
+
+local function wait_ends(request)
+  if request.waiting then
+    request.waiting = nil
+    gauge.add("waiting bytes", -request.bytes)
+  end
 end
 
 local function unhold(request)
   if request.holding then
     request.holding = nil
+    wait_ends(request)
     gauge.add("held", -1)
     gauge.add("held:" .. request.pool, -1)
     ngx.update_time()
@@ -178,12 +329,15 @@ local function unhold(request)
   end
 end
 
--- Wait until the pool has a ready instance, for as long as hold_seconds in all. Returns it, or
--- answers. A client that leaves ends the wait (lua_check_client_abort); log() then books it.
+-- Wait until the pool has an instance, for as long as hold_seconds in all. Returns it, or nil where
+-- the queue is the place to wait now, or answers. A client that leaves ends the wait
+-- (lua_check_client_abort); log() then books it.
 local function hold(request)
   local settings = config.settings()
+  wait_begins(request)
   if gauge.add("held", 1) > settings.hold_requests then
     gauge.add("held", -1)
+    wait_ends(request)
     return refuse(request.pool, "full", "No instance of `" .. request.pool .. "` is ready, and as "
                   .. "many requests wait as this gateway holds.")
   end
@@ -211,11 +365,38 @@ local function hold(request)
     ngx.sleep(math.min(sleep, left))
     sleep = math.min(sleep * 1.5, LONGEST_SLEEP)
     local pool = config.pool(request.pool)
-    local instance = pool and ngx.now() >= earliest and pools.pick(pool, request.tried)
-    if instance then
-      unhold(request)
-      return instance
+    if pool and ngx.now() >= earliest then
+      local instance, why = pools.take(pool, request)
+      if instance or why == "full" then
+        unhold(request)
+        return instance
+      end
     end
+  end
+end
+
+-- Wait for a place at an instance, for as long as queue_seconds in all. Returns when
+-- request.instance is set, or where the pool has no instance any more, or answers.
+local function wait_in_queue(pool, request)
+  local settings = config.settings()
+  local seconds, limit = settings.queue_seconds, settings.queue_requests
+  if request.rounds > 0 then
+    -- Held before: it was admitted then. When an instance is back, all of them come at once.
+    seconds, limit = math.max(seconds, settings.hold_seconds), math.huge
+  end
+  wait_begins(request)
+  request.class = pools.class(pool, request.need)
+  local deadline = ngx.now() + seconds - request.queued_ms / 1000
+  local _, why = queue.wait(pool, request, deadline, limit)
+  wait_ends(request)
+  if why == "full" then
+    count_refused(pool.name, "queue")
+    return answer.busy("Every instance of `" .. pool.name .. "` is at its limit, and as many "
+                       .. "requests wait as this gateway queues.", RETRY_AFTER)
+  elseif why == "time" then
+    count_refused(pool.name, "queue_time")
+    return answer.busy("Every instance of `" .. pool.name .. "` was at its limit for "
+                       .. seconds .. " seconds.", RETRY_AFTER)
   end
 end
 
@@ -229,13 +410,21 @@ function M.choose()
     return refuse(request.pool, "tries", "No instance of `" .. request.pool
                   .. "` took the request.")
   end
-  local pool = config.pool(request.pool)
-  if not pool or #pool.instances == 0 then
-    return refuse(request.pool, "empty", "`" .. request.pool .. "` has no instance.")
+  while not request.instance do
+    local pool = config.pool(request.pool)
+    if not pool or #pool.instances == 0 then
+      return refuse(request.pool, "empty", "`" .. request.pool .. "` has no instance.")
+    end
+    local instance, why = pools.take(pool, request)
+    if instance then
+      request.instance = instance
+    elseif why == "full" then
+      wait_in_queue(pool, request)
+    else
+      request.instance = hold(request)
+    end
   end
-  local instance = pools.pick(pool, request.tried) or hold(request)
-  request.instance = instance
-  gauge.add("flight:" .. instance.id, 1)
+  request.given = ngx.now()
 end
 
 -- balancer_by_lua of every pool.
@@ -248,23 +437,70 @@ function M.balance()
   end
 end
 
+-- Header filter of @fleet_proxy: the instance answered. Tries that end in 502, 503 or 504 do not
+-- come here: see after_try().
+function M.answered()
+  local request = live[ngx.var.request_id]
+  if request and request.instance then
+    pools.worked(request.instance)
+    request.answer = usage.head(request.hide)
+    request.ends = ngx.now() + config.settings().longest_answer
+    ngx.ctx.request = request
+  end
+end
+
+-- Body filter of @fleet_proxy: a piece of the answer.
+function M.piece()
+  local request = ngx.ctx.request
+  if not request then
+    return
+  end
+  if ngx.now() > request.ends then
+    -- A client that takes the answer drop by drop must not keep the engine's work for ever.
+    ngx.log(ngx.ERR, "vllm-fleet: ", request.instance.id, ": an answer took longer than "
+            .. "gateway.longest_answer and was cut off")
+    return ngx.ERROR
+  end
+  local piece = ngx.arg[1]
+  local out = usage.body(request.answer, piece, ngx.arg[2])
+  if out ~= piece then
+    ngx.arg[1] = out
+  end
+end
+
+-- An admitted request has ended: settle what it cost.
+local function book(request)
+  local key = request.key
+  local prompt, completion = usage.cost(request.answer, ngx.status, request.instance ~= nil,
+                                        request.estimate, request.prompt)
+  limits.settle(key, request.estimate, prompt + completion)
+  if prompt + completion > 0 then
+    metrics.tokens(request.pool, key.name, prompt, completion)
+  end
+  ngx.var.fleet_prompt_tokens = string.format("%d", prompt)
+  ngx.var.fleet_completion_tokens = string.format("%d", completion)
+end
+
 -- Log phase of every request: give back what it held, count it, and fill the access log's fields.
 function M.log()
-  local request = live[ngx.var.request_id]
+  local request, instance = live[ngx.var.request_id], nil
   if request then
     live[ngx.var.request_id] = nil
     unhold(request)
+    queue.leave(request)
+    wait_ends(request)
+    instance = request.instance or request.last
+    book(request)
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
     ngx.var.fleet_tried = table.concat(request.tries, ", ")
-    ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
-    ngx.var.fleet_ttfb = last(ngx.var.upstream_header_time)
+    if request.held_ms + request.queued_ms > 0 then
+      ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
+      ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms)
+    end
+    request.header_seconds = tonumber(last(ngx.var.upstream_header_time))
   end
-  local pool = ngx.var.fleet_pool
-  if pool ~= "" then
-    metrics.count("vllm_fleet_gateway_requests_total",
-                  string.format('pool="%s",code="%d"', pool, ngx.status))
-  end
+  logged.request(request, instance)
 end
 
 return M

@@ -1,0 +1,305 @@
+"""``vllm serve`` of the stand-in: an OpenAI-compatible server whose answers are counted words.
+
+``behaviour.json`` beside this file says how this version behaves (see standin_wheel.Behaviour);
+an instance's environment may override a value: ``STANDIN_TOKENS_PER_SECOND=5``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn  # type: ignore[import-not-found]
+
+HERE = Path(__file__).parent
+START = time.monotonic()
+
+
+def behaviour() -> SimpleNamespace:
+    """What was packed, overridden by STANDIN_<KEY>."""
+    values = json.loads((HERE / "behaviour.json").read_text())
+    for key, value in values.items():
+        given = os.environ.get(f"STANDIN_{key.upper()}")
+        if given is not None:
+            values[key] = given if isinstance(value, str) else json.loads(given)
+    return SimpleNamespace(**values)
+
+
+def parse(argv: list[str], removed: list[str]) -> dict[str, Any]:
+    """Options of ``vllm serve MODEL ...`` by name; exits 2 on a removed one, as argparse does."""
+    if argv in (["--version"], ["-v"]):
+        print(behaviour().version)
+        sys.exit(0)
+    if not argv or argv[0] != "serve":
+        sys.exit(f"vllm: this stand-in knows serve and --version, not {argv}")
+    options: dict[str, Any] = {"model": argv[1]}
+    at = 2
+    while at < len(argv):
+        name, equals, value = argv[at].partition("=")
+        if name in removed:
+            print(f"vllm: error: unrecognized arguments: {name}", file=sys.stderr)
+            sys.exit(2)
+        values = [value] if equals else []
+        at += 1
+        while not equals and at < len(argv) and not argv[at].startswith("--"):
+            values.append(argv[at])
+            at += 1
+        options.setdefault(name.lstrip("-"), []).extend(values)
+    return options
+
+
+def one(options: dict[str, Any], name: str, default: str) -> str:
+    """The last value of an option."""
+    values = options.get(name) or [default]
+    return str(values[-1])
+
+
+def say(module: str, text: str) -> None:
+    """A line in the form of vLLM's log."""
+    stamp = time.strftime("%m-%d %H:%M:%S")
+    print(f"(EngineCore pid={os.getpid()}) INFO {stamp} [{module}] {text}", flush=True)
+
+
+class App:
+    """The ASGI application; ``state.engine_client.errored`` is what the gate looks at."""
+
+    def __init__(self, options: dict[str, Any], how: SimpleNamespace) -> None:
+        self.how = how
+        self.names = options.get("served-model-name") or [options["model"]]
+        self.longest = int(one(options, "max-model-len", "4096"))
+        self.slots = asyncio.Semaphore(int(one(options, "max-num-seqs", "256")))
+        self.state = SimpleNamespace(engine_client=SimpleNamespace(errored=False))
+        self.running = 0
+        self.prompt = self.generated = self.finished = 0
+        self.first_answer = 0.0
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while True:
+                kind = (await receive())["type"]
+                await send({"type": kind + ".complete"})
+                if kind == "lifespan.shutdown":
+                    return
+        scope["app"] = self
+        path, method = scope["path"], scope["method"]
+        if method == "GET":
+            await self.get(path, send)
+            return
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        left = asyncio.create_task(self.gone(receive))
+        work = asyncio.create_task(self.post(path, body, send))
+        await asyncio.wait({left, work}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (left, work):
+            task.cancel()
+        await asyncio.gather(left, work, return_exceptions=True)
+
+    async def gone(self, receive: Any) -> None:
+        """Ends when the client has left."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def get(self, path: str, send: Any) -> None:
+        if path == "/health":
+            await reply(send, 503 if self.state.engine_client.errored else 200, {})
+        elif path == "/version":
+            await reply(send, 200, {"version": self.how.version})
+        elif path == "/v1/models":
+            models = [
+                {"id": n, "object": "model", "max_model_len": self.longest, "owned_by": "vllm"}
+                for n in self.names
+            ]
+            await reply(send, 200, {"object": "list", "data": models})
+        elif path == "/metrics":
+            await reply(send, 200, self.metrics(), "text/plain; version=0.0.4")
+        else:
+            await reply(send, 404, error(404, "NotFoundError", "Not Found"))
+
+    def metrics(self) -> str:
+        known = {
+            "vllm:num_requests_running": self.running,
+            "vllm:prompt_tokens_total": self.prompt,
+            "vllm:generation_tokens_total": self.generated,
+            "vllm:request_success_total": self.finished,
+        }
+        labels = f'{{engine="0",model_name="{self.names[0]}"}}'
+        return "".join(f"{n}{labels} {known.get(n, 0)}\n" for n in self.how.metrics)
+
+    async def post(self, path: str, body: bytes, send: Any) -> None:
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            await reply(send, 400, error(400, "BadRequestError", "not JSON"))
+            return
+        if asked.get("model") not in (None, "", *self.names):
+            text = f"The model `{asked['model']}` does not exist."
+            await reply(send, 404, error(404, "NotFoundError", text))
+            return
+        if self.how.fault == "500":
+            await reply(send, 500, error(500, "InternalServerError", "stand-in: told to fail"))
+            return
+        text = json.dumps(asked.get("messages") or asked.get("prompt") or asked.get("input") or "")
+        prompt = max(1, len(text.split()))
+        wanted = asked.get("max_completion_tokens") or asked.get("max_tokens") or 16
+        if prompt + wanted > self.longest:
+            message = (
+                f"This model's maximum context length is {self.longest} tokens. However, you "
+                f"requested {wanted} output tokens and your prompt contains {prompt} tokens."
+            )
+            await reply(send, 400, error(400, "BadRequestError", message))
+            return
+        if path == "/v1/embeddings":
+            data = [{"object": "embedding", "index": 0, "embedding": [0.0, 1.0]}]
+            await reply(send, 200, {"object": "list", "model": self.names[0], "data": data})
+            return
+        self.running += 1
+        try:
+            async with self.slots:
+                await self.generate(asked, prompt, wanted, path.endswith("/chat/completions"), send)
+        finally:
+            self.running -= 1
+
+    async def generate(
+        self, asked: dict[str, Any], prompt: int, wanted: int, chat: bool, send: Any
+    ) -> None:
+        """Words at the pace of the behaviour, streamed or at once."""
+        how = self.how
+        self.first_answer = self.first_answer or time.monotonic()
+        if how.fault == "never ends":
+            wanted = 10**9
+        begun = time.monotonic()
+        self.prompt += prompt
+        usage = {"prompt_tokens": prompt, "completion_tokens": wanted}
+        usage["total_tokens"] = prompt + wanted
+        kind = "chat.completion" if chat else "text_completion"
+        base = {"id": "standin", "created": int(time.time()), "model": self.names[0]}
+        stream = bool(asked.get("stream"))
+        if stream:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await asyncio.sleep(how.first_token_seconds)
+        for number in range(wanted):
+            # paced by the clock, so that a busy machine slows it no more than it must
+            due = begun + how.first_token_seconds + number / how.tokens_per_second
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self.generated += 1
+            if not stream:
+                continue
+            delta = {"content": f"w{number} "}
+            choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+            choice |= {"delta": delta} if chat else {"text": delta["content"]}
+            await event(send, {**base, "object": kind + ".chunk", "choices": [choice]})
+        self.finished += 1
+        last: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        if stream:
+            end: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+            last |= end
+            await event(send, {**base, "object": kind + ".chunk", "choices": [last]})
+            if (asked.get("stream_options") or {}).get("include_usage"):
+                done = {**base, "object": kind + ".chunk", "choices": [], "usage": usage}
+                await event(send, done)
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            return
+        text = "".join(f"w{n} " for n in range(wanted))
+        whole: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
+        last |= whole if chat else {"text": text}
+        await reply(send, 200, {**base, "object": kind, "choices": [last], "usage": usage})
+
+
+async def event(send: Any, value: dict[str, Any]) -> None:
+    """One server-sent event."""
+    body = b"data: " + json.dumps(value).encode() + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def reply(
+    send: Any, status: int, content: dict[str, Any] | str, kind: str = "application/json"
+) -> None:
+    """A whole answer."""
+    body = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+    headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error(status: int, kind: str, message: str) -> dict[str, Any]:
+    """An error as vLLM words it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def watch_engine(engine: subprocess.Popen[bytes], app: App) -> None:
+    """When the engine's process has died: marked at once, and the server ends with 0."""
+    engine.wait()
+    app.state.engine_client.errored = True
+    time.sleep(0.4)
+    os._exit(0)
+
+
+def crash_later(engine: subprocess.Popen[bytes], app: App, seconds: float) -> None:
+    """End the engine this long after the first answer."""
+    while not app.first_answer or time.monotonic() < app.first_answer + seconds:
+        time.sleep(0.1)
+    engine.kill()
+
+
+def main() -> None:
+    """``vllm ...``"""
+    how = behaviour()
+    options = parse(sys.argv[1:], how.removed)
+    time.sleep(how.start_seconds)
+    if how.fault == "no start":
+        print("ERROR [core.py:1] EngineCore failed to start.", flush=True)
+        print("ValueError: stand-in: told not to start", flush=True)
+        sys.exit(1)
+    longest = int(one(options, "max-model-len", "4096"))
+    say("gpu_worker.py:298", f"Available KV cache memory: {how.kv_gib:.2f} GiB")
+    say("kv_cache_utils.py:1087", f"GPU KV cache size: {how.kv_tokens:,} tokens")
+    ratio = how.kv_tokens / longest
+    say(
+        "kv_cache_utils.py:1091",
+        f"Maximum concurrency for {longest:,} tokens per request: {ratio:.2f}x",
+    )
+    app = App(options, how)
+    wrapped: Any = app
+    for middleware in options.get("middleware") or []:  # the last one is the outermost
+        module, _, name = middleware.rpartition(".")
+        wrapped = getattr(importlib.import_module(module), name)(wrapped)
+
+    async def outer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        scope["app"] = app
+        await wrapped(scope, receive, send)
+
+    # A process of its own, as vLLM's engine is, with its name in the process list.
+    engine = subprocess.Popen(
+        ["VLLM::EngineCore", "-c", "import time\nwhile True: time.sleep(60)"],
+        executable=sys.executable,
+    )
+    threading.Thread(target=watch_engine, args=(engine, app), daemon=True).start()
+    if how.crash_seconds:
+        crash = threading.Thread(
+            target=crash_later, args=(engine, app, how.crash_seconds), daemon=True
+        )
+        crash.start()
+    uvicorn.run(
+        outer,
+        host=one(options, "host", "0.0.0.0"),
+        port=int(one(options, "port", "8000")),
+        log_level="warning",
+        timeout_keep_alive=5,
+    )
+    engine.kill()
