@@ -34,7 +34,7 @@ class Behaviour:
     kv_tokens: int = 100_000
     kv_gib: float = 1.0
     fault: Fault = ""
-    crash_seconds: float = 0.0  # the engine dies so long after its first answer; 0: never
+    crash_seconds: float = 0.0  # the engine dies so long after its first client; 0: never
     removed: tuple[str, ...] = ()  # options it no longer knows
 
 

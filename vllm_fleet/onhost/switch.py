@@ -253,12 +253,15 @@ def switch(order: Json) -> Json:
     version = version_of(record, order["to"])
     now = running(name)
     whole = not os.path.exists(marker(name))
+    took: Dict[str, float] = {}
     if not (whole and now["active"] and now["ready"] and now["checksum"] == order["to"]):
         env = env_of(version)
+        began = time.time()
         if now["state"] not in ("inactive", "failed"):
             note(name, "stopping")
             stop(name)
         free(name, env)
+        took["stop"] = round(time.time() - began, 2)
         if not whole or differs(version):
             swap(name, version)
         note(name, "starting")
@@ -266,13 +269,15 @@ def switch(order: Json) -> Json:
         start = instances.Start(name, int(order["seconds"]))
         while not start.look():
             time.sleep(POLL_SECONDS)
+        took["start"] = round(time.time() - began, 2)
         if start.outcome:
             # Left alone it would be tried again and again, cold and in nobody's sight.
             instances.systemctl("stop", start.unit)
-            return {"ok": False, "why": start.outcome, "since": began}
+            return {"ok": False, "why": start.outcome, "since": began, "seconds": took}
     note(name, "started")
     now = running(name)
-    return {"ok": True, "now": now, "figures": figures(name, now["invocation"])}
+    found = figures(name, now["invocation"])
+    return {"ok": True, "now": now, "figures": found, "seconds": took}
 
 
 def note(name: str, step: str) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Generator, Iterable
 from pyinfra import host
 from pyinfra.api import operation
 
-from vllm_fleet.causes import match
+from vllm_fleet.causes import Rank, last_error, match
 from vllm_fleet.operations.remote import Script, inline
 from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
+from vllm_fleet.rollout.hosts import CAUSE
 
 JOURNAL = "journal "
 FAILED = "failed "
@@ -60,10 +61,16 @@ def explained(where: str, lines: Iterable[str]) -> list[str]:
     told = []
     for name, outcome in outcomes.items():
         told.append(f"{where}: instance {name}: {outcome}")
-        found = match("\n".join(logs.get(name, ())))
+        text = "\n".join(logs.get(name, ()))
+        found = match(text)
+        # What only says that something failed says less than the log's own words.
+        own = last_error(text) if not found or found[0].rank is Rank.GENERIC else ""
+        if own:
+            told += [f"{CAUSE}{own}", f"  read `journalctl -u vllm@{name}` on {where}"]
+            continue
         for one in found[:1]:
             told += [
-                f"  cause: {one.cause} ({one.id})",
+                f"{CAUSE}{one.cause} ({one.id})",
                 f"  log line: {one.line}",
                 f"  remedy: {one.remedy}",
             ]

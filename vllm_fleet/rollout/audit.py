@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm_fleet.rollout.lock import Holder
@@ -26,6 +27,13 @@ class Change:
     result: Result
     seconds: float
     why: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds by what they went into
+
+    def told_parts(self) -> str:
+        """Where its seconds went, for people; "rest" is what no part accounts for."""
+        rest = max(0.0, self.seconds - sum(self.parts.values()))
+        parts = {**self.parts, "rest": rest}
+        return ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
 
     def line(self, holder: Holder) -> dict[str, object]:
         """Its line in the audit log."""
@@ -42,6 +50,7 @@ class Change:
             "to": str(self.to),
             "result": self.result,
             "seconds": round(self.seconds, 1),
+            "parts": {name: round(seconds, 1) for name, seconds in self.parts.items()},
             "why": self.why,
         }
 

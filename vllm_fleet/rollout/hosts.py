@@ -17,6 +17,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "rehearse": ("rehearse",),
 }
 RESULT, REFUSED, JOURNAL = "result ", "refused ", "journal "
+CAUSE = "  cause: "  # before a cause in what an operator is told of a log
 
 
 class Failed(Exception):

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from vllm_fleet.rollout import acceptance
 from vllm_fleet.rollout.audit import MEANING, Change, Result, run_mark
-from vllm_fleet.rollout.hosts import JOURNAL, Failed, Hosts, Json
+from vllm_fleet.rollout.hosts import CAUSE, JOURNAL, Failed, Hosts, Json
 from vllm_fleet.rollout.lock import Lock, Locked, recorded
 from vllm_fleet.rollout.policy import Rollout, Standing, Step, Version, Wave, allowed_out
 from vllm_fleet.spec.model import Rollout as Settings
@@ -154,14 +155,16 @@ class Roll:
         for one in step.members:
             target = self.targets[one.id]
             began = time.monotonic()
+            move = _Move(self, target, step, hold)
             try:
-                result, why = _Move(self, target, step, hold).run()
+                result, why = move.run()
             except Exception as error:  # ours, and no reason to keep the others untold
                 result, why = "stuck", f"{type(error).__name__}: {error}: run this again"
-            change = Change(one, target.to, result, time.monotonic() - began, why)
+            change = Change(one, target.to, result, time.monotonic() - began, why, move.parts)
             changes.append(change)
             self._record(change)
-            self.hosts.say(f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s")
+            told = f" ({change.told_parts()})" if move.parts else ""
+            self.hosts.say(f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s{told}")
             if result != "done":
                 break
         return changes
@@ -203,6 +206,7 @@ class _Move:
         self.ends = time.monotonic() + roll.settings.progress_deadline_seconds
         self.since = 0.0  # of the log that matters
         self.begun: Json = {}
+        self.parts: dict[str, float] = {}  # seconds by what they went into
         self.good: Json = {}  # the last good version: release, checksum, probe, figures
 
     def run(self) -> tuple[Result, str]:
@@ -308,7 +312,8 @@ class _Move:
         waited = min(self.target.drain_seconds, self._left())
         for gateway in self.roll.gateways:
             order = {"action": "drain", "instances": [self.target.id], "seconds": waited}
-            found = self.hosts.ask(gateway, "gateways", order)
+            with self._part("drain"):
+                found = self.hosts.ask(gateway, "gateways", order)
             if found.get("in_flight"):
                 self.hosts.say(
                     f"{self.target.id}: {found['in_flight']} requests still run after drain_seconds"
@@ -327,7 +332,7 @@ class _Move:
     def _change(self) -> None:
         self.since = time.time()
         seconds = min(self._start_seconds(), self._left())
-        found = self._ask("switch", to=self.target.to.checksum, seconds=seconds)
+        found = self._switch(self.target.to.checksum, seconds)
         if not found["ok"]:
             self.since = float(found.get("since") or self.since)
             raise Worse(found["why"])
@@ -401,7 +406,8 @@ class _Move:
     def _return(self, why: str, *, refuse: bool) -> tuple[Result, str]:
         """To the last good version, through the same gates."""
         self.hosts.say(f"{self.target.id}: {why}")
-        saved = self._save_log()
+        saved, cause = self._save_log()
+        why += f": {cause}" if cause else ""
         why += f" (log: {saved})" if saved else ""
         if self.roll.back:
             return "stuck", f"{why}: it is out of its pool and does not serve"
@@ -415,7 +421,7 @@ class _Move:
             if refuse and served and not self.roll.back:
                 self._ask("refuse", run=self.roll.lock.holder.run, refused=self._refusal(why))
             self.hosts.say(f"{self.target.id}: back to {good}")
-            found = self._ask("switch", to=good.checksum, seconds=self._start_seconds())
+            found = self._switch(good.checksum, self._start_seconds())
             if not found["ok"]:
                 return "stuck", f"{why}; and {good} does not come back: {found['why']}"
             self._stay(self.roll.settings.minimum_healthy_seconds)
@@ -444,49 +450,67 @@ class _Move:
             except Failed as error:
                 self.hosts.say(f"{self.target.id}: not taken out of its pool there: {error}")
 
-    def _save_log(self) -> str:
-        """The end of its log, kept on the operator's machine, with what is known of its cause."""
+    def _save_log(self) -> tuple[str, str]:
+        """The end of its log, kept on the operator's machine; where, and the cause it tells of."""
         order = {"since": self.since or time.time() - 3600, "lines": JOURNAL_LINES}
         try:
             found = self._ask("journal", **order)
         except Failed as error:
             self.hosts.say(f"{self.target.id}: its log could not be read: {error}")
-            return ""
+            return "", ""
         lines = [str(line) for line in found.get("lines") or ()]
         if not lines:
-            return ""
+            return "", ""
         marked = [f"{JOURNAL}{self.name} | {line}" for line in lines]
-        for line in self.roll.explain(self.host, [*marked, f"failed {self.name} | its log says"]):
+        told = self.roll.explain(self.host, [*marked, f"failed {self.name} | its log says"])
+        for line in told:
             self.hosts.say(line)
-        return self.hosts.save(f"{self.host}-{self.name}.log".replace("/", "_"), lines)
+        causes = [line[len(CAUSE) :] for line in told if line.startswith(CAUSE)]
+        saved = self.hosts.save(f"{self.host}-{self.name}.log".replace("/", "_"), lines)
+        return saved, causes[0] if causes else ""
 
     # --- small things
 
     def _ask(self, action: str, **order: Any) -> Json:
         return self.roll._switch(self.host, self.name, action, **order)
 
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Count the seconds of the block as a part of this change."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
+
+    def _switch(self, checksum: str, seconds: int) -> Json:
+        """Stop, files, start; what the host says of it."""
+        found = self._ask("switch", to=checksum, seconds=seconds)
+        for name, took in (found.get("seconds") or {}).items():
+            self.parts[name] = self.parts.get(name, 0.0) + float(took)
+        return found
+
     def _stay(self, seconds: float) -> None:
         """Raises Worse where it does not stay ready so long."""
-        found = self._ask("watch", seconds=seconds)
+        with self._part("watched"):
+            found = self._ask("watch", seconds=seconds)
         if not found["ok"]:
             raise Worse(f"after its start it {found['why']}")
 
     def _probe(self) -> Json:
         limits = self.roll.settings.acceptance
-        return self.hosts.ask(
-            self.host,
-            "probe",
-            {
-                "instance": self.name,
-                "port": self.target.port,
-                "model": self.target.model,
-                "task": self.target.task,
-                "tools": self.target.tools,
-                "probes": limits.probes,
-                "answer_tokens": limits.answer_tokens,
-                "seconds": limits.probe_seconds,
-            },
-        )
+        order = {
+            "instance": self.name,
+            "port": self.target.port,
+            "model": self.target.model,
+            "task": self.target.task,
+            "tools": self.target.tools,
+            "probes": limits.probes,
+            "answer_tokens": limits.answer_tokens,
+            "seconds": limits.probe_seconds,
+        }
+        with self._part("probes"):
+            return self.hosts.ask(self.host, "probe", order)
 
     def _counts(self) -> tuple[int, int]:
         """(answered, failed) by all gateways."""

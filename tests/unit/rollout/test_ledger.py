@@ -198,12 +198,14 @@ def test_lines_of_two_writers_do_not_mix(hosts: Local) -> None:
 def test_marks_are_for_the_node_exporter_and_nothing_else_is_written(hosts: Local) -> None:
     one = Standing("gpu-1", "a", "glm", NEW, OLD, True)
     holder = Holder('upgrade "x"', who="ann")
-    change = Change(one, NEW, "returned", 61.23, "half the KV cache")
+    change = Change(one, NEW, "returned", 61.23, "half the KV cache", {"start": 40.04, "stop": 20})
+    assert change.told_parts() == "start 40.0, stop 20.0, rest 1.2"
     lines, marks = [change.line(holder)], dict([change.mark(1e9), run_mark(holder, "failed", 1e9)])
     recorded(hosts, ["gw"], lines, marks)
     line = json.loads((Path(ledger.ROOT) / "audit.log").read_text())
     assert (line["who"], line["from"], line["to"]) == ("ann", str(OLD), str(NEW))
     assert (line["result"], line["seconds"], line["why"]) == ("returned", 61.2, "half the KV cache")
+    assert line["parts"] == {"start": 40.0, "stop": 20}
     texts = {p.name: p.read_text() for p in Path(ledger.METRICS).iterdir()}
     assert set(texts) == {"vllm_fleet_change_a.prom", "vllm_fleet_rollout.prom"}
     assert (
