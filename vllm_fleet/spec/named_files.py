@@ -14,7 +14,7 @@ from vllm_fleet.spec.findings import At, Findings, placed
 from vllm_fleet.spec.layers import Loaded, LoadedHost
 
 
-def check_named_files(found: Findings, loaded: Loaded) -> None:
+def check_named_files(found: Findings, loaded: Loaded, *, locks: bool = True) -> None:
     """The operator's own files that settings name, relative to the root."""
     for host in loaded.hosts:
         groups, settings = host.host.groups, host.settings
@@ -43,7 +43,8 @@ def check_named_files(found: Findings, loaded: Loaded) -> None:
                 found.say(at, text)
             elif loc == ("api_keys", "file"):
                 _key_file(found, path, name)
-        _locks(found, loaded, host)
+        if locks:
+            _locks(found, loaded, host)
 
 
 def _unreadable(path: Path) -> str | None:

@@ -30,6 +30,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "vllm_version",
             "device",
             "vllm_package",
+            "vllm_variant",
             "vllm_lock",
             "vllm_exclude",
             "instances",
