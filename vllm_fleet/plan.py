@@ -44,7 +44,13 @@ EXPORTER_DEFAULTS = "/etc/default/prometheus-node-exporter"
 
 SCRIPTS = resources.files("vllm_fleet.onhost")
 TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf-8")
-LIB_SCRIPTS = ("tools.py", "release.py", "weights.py")  # they stay on the host: see paths.LIB
+LIB_SCRIPTS = (
+    "tools.py",
+    "release.py",
+    "weights.py",
+    "hub.py",
+    "structure.py",
+)  # they stay on the host: see paths.LIB
 
 
 class Refusal(Exception):

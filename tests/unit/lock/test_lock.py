@@ -106,11 +106,9 @@ def test_a_rebuilt_wheel_replaces_the_first_by_hash(places: Index, uv: str, tmp_
         # Both wheels are on the index; each lock gets its own.
         (tmp_path / f"{day}.txt").write_text(text)
         target = tmp_path / day
-        subprocess.run(
-            [uv, "pip", "install", "-q", "--index-url", f"{places.address}/json/"]
-            + ["--require-hashes", "--target", str(target), "-r", str(tmp_path / f"{day}.txt")],
-            check=True,
-        )
+        argv = [uv, "pip", "install", "-q", "--require-hashes", "--target", str(target)]
+        argv += ["--index-url", f"{places.address}/json/", "-r", str(tmp_path / f"{day}.txt")]
+        subprocess.run(argv, check=True)
         assert (target / "vllm/build.txt").read_text() == ("" if day == "2026-05-15" else "1")
     assert found == {
         "2026-05-15": (f"sha256:{places.sums[VLLM]}",),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.testbed import tiny_models
 from vllm_fleet import engine_data, weights
+from vllm_fleet.onhost import structure
 from vllm_fleet.onhost import weights as onhost
 from vllm_fleet.onhost.tools import Refusal
 from vllm_fleet.onhost.weights import Entry
@@ -104,9 +105,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tiny_models.make(tmp_path / "model", request.param)
 
 
-def check(directory: Path, needs: list[str] = NEEDS) -> onhost.Structure:
+def check(directory: Path, needs: list[str] = NEEDS) -> structure.Structure:
     files = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
-    return onhost.check_structure("tiny", directory, sorted(files), needs)
+    return structure.check_structure("tiny", directory, sorted(files), needs)
 
 
 def test_a_whole_model_passes(model: Path) -> None:
@@ -227,20 +228,20 @@ def test_weights_are_small_numbers_and_the_vocabulary_is_whole(model: Path) -> N
 
 def test_an_architecture_that_the_release_does_not_know_is_said_as_on_the_operator_s_side() -> None:
     engines = [dict(engine_data.architecture_rules("0.21.0"))]
-    assert onhost.unserved({"architectures": ["Qwen3ForCausalLM"]}, engines) is None
+    assert structure.unserved({"architectures": ["Qwen3ForCausalLM"]}, engines) is None
     unknown = "Glm5NextForConditionalGeneration"
-    assert onhost.unserved({"architectures": [unknown]}, engines) == (
+    assert structure.unserved({"architectures": [unknown]}, engines) == (
         engine_data.architecture_problem("0.21.0", unknown)
     )
     later = sorted(
         engine_data.load("0.33.0").architectures - engine_data.load("0.21.0").architectures
     )[0]
-    assert onhost.unserved({"architectures": [later]}, engines) == (
+    assert structure.unserved({"architectures": [later]}, engines) == (
         engine_data.architecture_problem("0.21.0", later)
     )
     both = [*engines, dict(engine_data.architecture_rules("0.33.0"))]
-    assert "0.21.0" in str(onhost.unserved({"architectures": [later]}, both))
+    assert "0.21.0" in str(structure.unserved({"architectures": [later]}, both))
     custom = {"architectures": [unknown], "auto_map": {"AutoModel": "modeling.X"}}
-    assert onhost.unserved(custom, engines) is None
+    assert structure.unserved(custom, engines) is None
     for broken in (None, [], {}, {"architectures": "Qwen3ForCausalLM"}, {"architectures": []}):
-        assert onhost.unserved(broken, engines) is None
+        assert structure.unserved(broken, engines) is None
