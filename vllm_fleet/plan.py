@@ -14,7 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 
-from vllm_fleet import engine_data, exam, gateway, monitoring, paths, placement, release, weights
+from vllm_fleet import (
+    engine_data,
+    exam,
+    gateway,
+    listings,
+    monitoring,
+    paths,
+    placement,
+    release,
+    weights,
+)
 from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
@@ -338,8 +348,10 @@ def _host_plan(
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
         )
-        if token := inputs.hub_token(spec):
-            files.append(ManagedFile(paths.HUB_TOKEN, token, mode=0o600, secret=True))
+        files += [
+            ManagedFile(place, token, mode=0o600, secret=True)
+            for place, token in inputs.hub_tokens(spec).items()
+        ]
         limits = vllm.journal_limits()
         files.append(limits)
         monitoring_services.append(_service(JOURNALD, restarts=[limits]))
@@ -348,7 +360,7 @@ def _host_plan(
             build = _release(spec, version_of(spec, declared), inputs)
             releases[build.id] = build
             same = [i for i in instances if i.model_name == one.model_name]
-            fetches[one.model_name] = _fetch(spec, same, state)
+            fetches[one.model_name] = _fetch(spec, same, state, inputs)
             if one.release != build.id:
                 notices.append(
                     f"instance {one.name} runs {one.release}, group_vars want {build.id}: "
@@ -467,14 +479,19 @@ def _ours(state: HostState) -> set[str]:
     return units | set(state.instances)
 
 
-def _fetch(spec: HostSpec, instances: Sequence[PlannedInstance], state: HostState) -> WeightsFetch:
+def _fetch(
+    spec: HostSpec, instances: Sequence[PlannedInstance], state: HostState, inputs: Inputs
+) -> WeightsFetch:
     """Weights that these instances of one model share."""
     one = instances[0]
     wanted = weights.wanted(one.model_name, one.model)
     stamp = state.weights.get(wanted.stamp)
-    order = weights.order(one.model_name, one.model, spec.settings)
-    if spec.settings.hub.token_file:
-        order["token_file"] = paths.HUB_TOKEN
+    listing = inputs.listings.get(listings.path_of(one.model_name, one.model))
+    order = weights.order(one.model_name, one.model, spec.settings, listing)
+    if weights.hub_of(one.model, spec.settings)[1]:
+        order["token_file"] = (
+            paths.HUGGINGFACE_TOKEN if one.model.source == "huggingface" else paths.HUB_TOKEN
+        )
     # An architecture that vLLM does not know may still be served by transformers' own code.
     order["engines"] = [
         dict(engine_data.architecture_rules(version))
@@ -484,7 +501,8 @@ def _fetch(spec: HostSpec, instances: Sequence[PlannedInstance], state: HostStat
     ]
     return WeightsFetch(
         one.model_name,
-        bool(stamp and stamp["intact"]) and weights.verified(stamp, wanted),
+        bool(stamp and stamp["intact"])
+        and weights.verified(stamp, wanted, listing.digest if listing else None),
         order,
     )
 

@@ -98,7 +98,9 @@ class Model(Settings):
         examples=["ZhipuAI/GLM-4.5-Air", "/data/models/glm-4.5-air"],
     )
     revision: Revision = Field(
-        "master", description="Tag, branch or commit of the repository.", examples=["v1.0"]
+        "master",
+        description="Tag, branch or commit of the repository; at Hugging Face `master` is `main`.",
+        examples=["v1.0"],
     )
     task: Task = Field(
         "chat", description="Decides warm-up, probe and acceptance: chat, embed or rerank."
@@ -221,13 +223,23 @@ class Hub(Settings):
 
     endpoint: OneLine | None = Field(
         None,
-        description="Address of the hub; null: the source's public one.",
+        description="Address of ModelScope or a mirror; null: the public one.",
         examples=["http://hub.internal:9000"],
     )
     token_file: OneLine | None = Field(
         None,
-        description="File on the operator's machine that holds the hub's token.",
+        description="File on the operator's machine that holds ModelScope's token.",
         examples=["secrets/hub.token"],
+    )
+    huggingface_endpoint: OneLine | None = Field(
+        None,
+        description="Address of Hugging Face or a mirror; null: the public one.",
+        examples=["https://hf-mirror.example"],
+    )
+    huggingface_token_file: OneLine | None = Field(
+        None,
+        description="File on the operator's machine that holds Hugging Face's token.",
+        examples=["secrets/huggingface.token"],
     )
 
 
@@ -341,6 +353,17 @@ class HostSettings(Settings):
     )
     package_cache: Path = Field(
         "/var/cache/vllm-fleet", description="Package cache of the hosts; kept between releases."
+    )
+    keep_releases: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Releases kept on a host beside those in use, the newest; null: all.",
+        examples=[2],
+    )
+    keep_revisions: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Revisions of each served model kept beside the wanted one, the newest; "
+        "null: all.",
+        examples=[1],
     )
     proxy: Proxy = Field(default_factory=Proxy, description="Outgoing proxy of the hosts.")
     hub: Hub = Field(default_factory=Hub, description="The model hub.")

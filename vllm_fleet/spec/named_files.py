@@ -27,7 +27,9 @@ def check_named_files(found: Findings, loaded: Loaded, *, locks: bool = True) ->
                 named.append((("gateway", "tls", "certificate"), tls.certificate))
                 named.append((("gateway", "tls", "key"), tls.key))
         if "gpu" in groups:
-            named.append((("hub", "token_file"), settings.hub.token_file))
+            hub = settings.hub
+            named.append((("hub", "token_file"), hub.token_file))
+            named.append((("hub", "huggingface_token_file"), hub.huggingface_token_file))
         if "monitoring" in groups and settings.monitoring.grafana is not None:
             key_file = settings.monitoring.grafana.key_file
             named.append((("monitoring", "grafana", "key_file"), key_file))

@@ -33,6 +33,8 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "vllm_variant",
             "vllm_lock",
             "vllm_exclude",
+            "keep_releases",
+            "keep_revisions",
             "instances",
             "start_seconds",
             "drain_seconds",
