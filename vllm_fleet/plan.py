@@ -22,6 +22,7 @@ from vllm_fleet import (
     monitoring,
     paths,
     placement,
+    pruning,
     release,
     weights,
 )
@@ -60,6 +61,7 @@ LIB_SCRIPTS = (
     "weights.py",
     "hub.py",
     "structure.py",
+    "prune.py",
 )  # they stay on the host: see paths.LIB
 
 
@@ -128,6 +130,7 @@ class HostPlan:
     retired: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     new_lines: Mapping[Key, Placed] = field(default_factory=dict)  # of the placement file
+    prune: Mapping[str, list[str]] = field(default_factory=dict)  # what onhost/prune.py is told
 
     @property
     def missing_packages(self) -> tuple[str, ...]:
@@ -424,6 +427,7 @@ def _host_plan(
             )
         )
     names = {one.name for one in instances}
+    kept = {one.release for one in instances}
     return HostPlan(
         spec=spec,
         state=state,
@@ -438,6 +442,9 @@ def _host_plan(
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),
         new_lines=lines_of({spec.name: view}),
+        prune=pruning.order(settings, state, set(releases) | kept, {i.weights for i in instances})
+        if releases
+        else {},
         notices=tuple(notices),
     )
 
