@@ -31,7 +31,9 @@ BITS = {
 }  # fmt: skip
 PLAIN = ("F16", "BF16", "F32", "F64")  # of a tensor that no quantisation packs
 # Parts of a model that have sizes of their own beside the language model's.
-ASIDE = re.compile(r"(?i)visual|vision|image|audio|tower|speech|mtp|draft|nextn|eagle|per_layer")
+ASIDE = re.compile(
+    r"(?i)visual|vision|image|audio|tower|speech|talker|mtp|draft|nextn|eagle|per_layer"
+)
 SOME = 3  # names of a kind in one complaint
 
 
@@ -210,7 +212,8 @@ def check_shapes(config: Any, shards: Mapping[str, Mapping[str, Any]]) -> List[s
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         complaints.append(f"{wrong[0]}{more}: weights and config.json are of two models")
-    lost = sorted(set(range(layers or 0)) - found) if found else []
+    # A config with settings by block may leave whole blocks out.
+    lost = sorted(set(range(layers or 0)) - found) if found and "block_configs" not in text else []
     if lost:
         named = ", ".join(map(str, lost[:SOME])) + (" ..." if len(lost) > SOME else "")
         complaints.append(
@@ -248,8 +251,11 @@ def check_tokenizer(directory: Path, files: Iterable[str]) -> List[str]:
 
 def _is_tiktoken(path: Path) -> bool:
     with path.open("rb") as file:
-        for _ in range(SOME):
-            line = file.readline(1 << 16).split()
+        for number in range(SOME):
+            text = file.readline(1 << 16)
+            if number and not text:
+                return True
+            line = text.split()
             if len(line) != 2 or not line[1].isdigit():
                 return False
             try:
