@@ -21,7 +21,7 @@ import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, List, Mapping, Optional, Tuple, Union
 
 if __package__:
     from vllm_fleet.onhost import tools
@@ -295,32 +295,10 @@ class HuggingFace:
             time.sleep(min(2.0, 0.25 * 2**idle))
 
     def _part(self, entry: Entry, partial: Path) -> None:
-        """Ask for what is missing and append it. Raises OSError where it ends too early."""
-        here = partial.stat().st_size if partial.exists() else 0
-        if here > entry.size or (here == entry.size and entry.size):
-            if here == entry.size:
-                return
-            partial.unlink()
-            here = 0
         url = f"{self.endpoint}/{_quoted(self.repo)}/resolve/{self.commit}/{_quoted(entry.path)}"
-        headers = {"Range": f"bytes={here}-"} if here else {}
-        with self._open(url, headers, IDLE_SECONDS) as answer:
-            if here and not _continues(answer, here):
-                here = 0  # the whole file, whatever was asked for
-            with partial.open("ab" if here else "wb") as file:
-                while here < entry.size:
-                    data = answer.read1(min(BLOCK, entry.size - here))
-                    if not data:
-                        raise ConnectionError(f"ended after {here} of {entry.size} bytes")
-                    file.write(data)
-                    here += len(data)
-                if entry.size == 0:
-                    file.truncate(0)
-                if answer.read(1):
-                    raise Refusal(
-                        f"{entry.path}: hub {self.endpoint} sends more than the {entry.size} bytes "
-                        "that it lists; the upload has just changed: pin a commit, or run again"
-                    )
+        download(
+            entry, partial, lambda more: self._open(url, more, IDLE_SECONDS), f"hub {self.endpoint}"
+        )
 
     def _api(self) -> str:
         return f"{self.endpoint}/api/models/{_quoted(self.repo)}"
@@ -372,6 +350,37 @@ class HuggingFace:
 
 
 Source = Union[ModelScope, HuggingFace]
+
+
+def download(
+    entry: Entry, partial: Path, ask: Callable[[Mapping[str, str]], Any], whom: str
+) -> None:
+    """Ask for what is missing of a file and append it. Raises OSError where it ends too early.
+
+    ``ask``: given headers, opens the answer; ``whom``: who is asked, for messages.
+    """
+    here = partial.stat().st_size if partial.exists() else 0
+    if here > entry.size:
+        partial.unlink()
+        here = 0
+    if here == entry.size and entry.size:
+        return
+    headers = {"Range": f"bytes={here}-"} if here else {}
+    with ask(headers) as answer:
+        if here and not _continues(answer, here):
+            here = 0  # the whole file, whatever was asked for
+        with partial.open("ab" if here else "wb") as file:
+            while here < entry.size:
+                data = answer.read1(min(BLOCK, entry.size - here))
+                if not data:
+                    raise ConnectionError(f"ended after {here} of {entry.size} bytes")
+                file.write(data)
+                here += len(data)
+            if answer.read(1):
+                raise Refusal(
+                    f"{entry.path}: {whom} sends more than the {entry.size} bytes that are listed; "
+                    "the upload has just changed: pin a commit, or run again"
+                )
 
 
 def _quoted(text: str) -> str:

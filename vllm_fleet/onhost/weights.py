@@ -36,12 +36,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 if __package__:
-    from vllm_fleet.onhost import hub, structure, tools
+    from vllm_fleet.onhost import hub, peers, structure, tools
 else:  # on a host: a flat directory of scripts
     import hub  # type: ignore[import-not-found,no-redef]
+    import peers  # type: ignore[import-not-found,no-redef]
     import structure  # type: ignore[import-not-found,no-redef]
 
     import tools  # type: ignore[no-redef]
@@ -294,6 +295,8 @@ class _Download:
         self.part = self.final.parent / f".{self.final.name}.part"
         self.files_at_once = int(settings.get("files_at_once") or FILES_AT_ONCE)
         self.hub: Optional[hub.Source] = None
+        self.share: Optional[peers.Share] = None
+        self.fanout: Optional[peers.Fanout] = None
         self.warnings: List[str] = []
         self.frozen: Optional[List[Entry]] = None
         if settings.get("listing") is not None:
@@ -311,6 +314,7 @@ class _Download:
             if place.is_symlink():
                 raise Refusal(f"{self.name}: {place} is a link; weights are kept in directories")
         if self._stands():
+            self._seed()
             return
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with tools.locked(self.final.parent / f".{self.final.name}.lock", self.name):
@@ -318,6 +322,8 @@ class _Download:
                 return
             if self.final.exists():
                 self._mend()
+            elif self.settings.get("fanout"):
+                self._fresh_with_others()
             else:
                 self._fresh()
 
@@ -391,8 +397,42 @@ class _Download:
                 "and the engine might load; remove it"
             )
 
+    def _seed(self) -> None:
+        """Serve what stands here to the hosts that lack it, until they have it."""
+        if not self.settings.get("fanout"):
+            return
+        noted = (read_stamp(self.final / STAMP) or {"files": {}})["files"]
+        entries = [
+            Entry(path, note["size"], note["sha256"] or "", str(note.get("git") or ""))
+            for path, note in noted.items()
+        ]
+        with peers.Share(self.settings, (self.final,)) as share:
+            share.add(entries)
+            share.state = peers.DONE
+            peers.Fanout(self.settings, None, entries, share).serve_out()
+
+    def _fresh_with_others(self) -> None:
+        """Fetch, sharing what is verified with the other hosts until they have it, too."""
+        with peers.Share(self.settings, (self.part, self.final)) as share:
+            self.share = share
+            try:
+                self._fresh()
+                share.state = peers.DONE
+            except BaseException:
+                share.state = peers.FAILED
+                if self.fanout is not None:
+                    time.sleep(2 * peers.POLL_SECONDS)  # long enough that the others hear of it
+                raise
+            if self.fanout is not None:
+                got = f"{tools.gib(self.fanout.from_peers)} from other hosts"
+                hubs = f"{tools.gib(self.fanout.from_hub)} from the hub"
+                say(f"{self.name}: {got}, {hubs}")
+                self.fanout.serve_out()
+
     def _fresh(self) -> None:
         entries = self._listing()
+        if self.share is not None:
+            self.fanout = peers.Fanout(self.settings, self._source(), entries, self.share)
         known = read_stamp(self.part / PROGRESS)
         self.part.mkdir(exist_ok=True)
         noted = known["files"] if known else {}
@@ -540,6 +580,10 @@ class _Download:
             )
         return frozen
 
+    def _fetcher(self) -> Union[hub.Source, peers.Fanout]:
+        """Where files come from: other hosts and the hub, or the hub alone."""
+        return self.fanout or self._source()
+
     def _source(self) -> hub.Source:
         if self.hub is None:
             self.hub = hub.source(self.settings)
@@ -564,6 +608,10 @@ class _Download:
         }
         todo = [entry for entry in entries if entry.path not in done]
         todo.sort(key=lambda entry: -entry.size)  # the largest first: no long one alone at the end
+        if self.share is not None:
+            self.share.add(entry for entry in entries if entry.path in done)
+        if self.fanout is not None:  # what others wait for, before what is waited for
+            todo.sort(key=lambda entry: not self.fanout.is_mine(entry))  # type: ignore[union-attr]
         lock = threading.Lock()
         gone = threading.Event()
         failures: Dict[str, Exception] = {}
@@ -573,6 +621,8 @@ class _Download:
                 try:
                     with progress.active(entry):
                         noted = self._one(place, entry)
+                    if self.share is not None:
+                        self.share.add([entry])
                     with lock:
                         done[entry.path] = noted
                         tools.write_json(place / PROGRESS, {"files": done})
@@ -639,7 +689,7 @@ class _Download:
             if not _whole(path, entry):
                 tries += 1
                 path.unlink(missing_ok=True)
-                self._source().fetch(entry, place)
+                self._fetcher().fetch(entry, place)
                 if not _whole(path, entry):  # whatever the library says
                     here = tools.gib(on_disk(place, entry))
                     say(f"{self.name}: {entry.path}: {here} came of {tools.gib(entry.size)}")
@@ -657,6 +707,8 @@ class _Download:
                 return _note(path, found, entry)
             path.unlink()
             say(f"{self.name}: {entry.path}: wrong checksum, fetching it again")
+            if self.fanout is not None:
+                self.fanout.distrust(entry)
         if not entry.sha256:
             raise Refusal(
                 f"{entry.path}: is not the file of git id {entry.git} (fetched {tries} times from "
