@@ -17,6 +17,7 @@ from importlib import resources
 from vllm_fleet import (
     engine_data,
     exam,
+    fanout,
     gateway,
     listings,
     monitoring,
@@ -60,6 +61,7 @@ LIB_SCRIPTS = (
     "release.py",
     "weights.py",
     "hub.py",
+    "peers.py",
     "structure.py",
     "prune.py",
 )  # they stay on the host: see paths.LIB
@@ -110,6 +112,7 @@ class WeightsFetch:
     name: str
     present: bool
     order: dict[str, object]
+    serves: bool = False  # they are there, and other hosts get them from here
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,7 @@ def plan_fleet(
         reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
     if reasons:
         raise Refusal(reasons)
-    return plans
+    return fanout.arranged(plans)
 
 
 def placement_of(plans: Mapping[str, HostPlan], inputs: Inputs) -> dict[Key, Placed] | None:

@@ -44,13 +44,15 @@ class Fleet:
     def place(self, n: int) -> Path:
         return self.root / f"h{n}/models/tiny/master"
 
-    def start(self, n: int, of: int, *, fetchers: list[int] | None = None) -> None:
+    def start(
+        self, n: int, of: int, *, fetchers: list[int] | None = None, repo: str = REPO
+    ) -> None:
         (self.root / f"h{n}").mkdir(exist_ok=True)
         file = self.root / f"h{n}/settings.json"
         settings = {
             "name": "tiny",
             "source": "modelscope",
-            "repo": REPO,
+            "repo": repo,
             "revision": "master",
             "directory": str(self.place(n)),
             "stamp": str(self.place(n) / ".verified.json"),
@@ -167,6 +169,15 @@ def test_hosts_that_never_begin_are_not_waited_for(fleet: Fleet) -> None:
     fleet.start(0, 3)
     fleet.wait()
     assert fleet.whole(0)
+
+
+def test_hosts_at_different_models_do_not_wait_for_each_other(fleet: Fleet) -> None:
+    (fleet.hub_root / "Tiny/other").symlink_to(fleet.hub_root / REPO)
+    fleet.start(0, 2)
+    fleet.start(1, 2, repo="Tiny/other")
+    fleet.wait()
+    assert fleet.whole(0)
+    assert fleet.whole(1)
 
 
 def test_wrong_bytes_of_another_host_are_found_and_it_is_asked_no_more(fleet: Fleet) -> None:

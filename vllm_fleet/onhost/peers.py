@@ -332,9 +332,12 @@ class Fanout:
                 with self._ask(peer, "/fleet/peer", {}, ANSWER_SECONDS) as answer:
                     about = json.loads(answer.read(hub.LARGEST_PAGE))
                 same = (about["repo"], about["revision"]) == (self.share.repo, self.share.revision)
+                # A host that is at another model takes no part in this one (yet): were it waited
+                # for, two hosts could wait for each other.
                 peer.have = dict(about["have"]) if same else {}
-                peer.state = str(about["state"]) if same else WORKING
-                peer.seen = time.monotonic()
+                if same:
+                    peer.state = str(about["state"])
+                    peer.seen = time.monotonic()
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
                 if peer.state == DONE:  # it ended, as one does that nobody needs any more
                     peer.have = {}

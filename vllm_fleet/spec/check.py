@@ -103,6 +103,8 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     if isinstance(ssh, int):
         yield ssh, "sshd", None
     yield NODE_EXPORTER_PORT, "the node exporter", None
+    if "gpu" in groups and settings.fanout.enabled:
+        yield settings.fanout.port, "the fan-out of weights", ("fanout", "port")
     if "gateway" in groups:
         yield settings.gateway.listen, "the gateway", ("gateway", "listen")
     if "monitoring" in groups:

@@ -243,6 +243,19 @@ class Hub(Settings):
     )
 
 
+class Fanout(Settings):
+    """Weights from host to host: fetched from the hub once, then from whoever has them."""
+
+    enabled: bool = Field(
+        False,
+        description="Hosts serve verified weights to each other while a deploy fetches them.",
+        examples=[True],
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        8997, description="Port for it on each GPU host, open for the other GPU hosts."
+    )
+
+
 class Tls(Settings):
     """Certificate of the gateway: files on the operator's machine."""
 
@@ -367,6 +380,7 @@ class HostSettings(Settings):
     )
     proxy: Proxy = Field(default_factory=Proxy, description="Outgoing proxy of the hosts.")
     hub: Hub = Field(default_factory=Hub, description="The model hub.")
+    fanout: Fanout = Field(default_factory=Fanout, description="Weights from host to host.")
     models: dict[Name, Model] = Field(
         default_factory=dict, description="Models by the name clients use."
     )
