@@ -39,7 +39,8 @@ ANSWER_SECONDS = 5
 # begins on all hosts at about the same time.
 PATIENCE_SECONDS = 20
 SMALL = 1 << 20  # such files come from the hub at once: waiting would take longer
-BLOCK = 1 << 20
+FILES_AT_ONCE = 8
+MOST_WAITING = 256  # files that are waited for at once
 WORKING, DONE, FAILED = "working", "done", "failed"
 
 
@@ -223,6 +224,11 @@ class Fanout:
         self.owners = owners(entries, self.fetchers)
         self.peers = {str(p): Peer(str(p)) for p in fanout["peers"] if str(p) != share.me}
         self.began = time.monotonic()
+        # As many connections to the hub as one host would have, over all hosts: a file that is
+        # whole early is passed on while the next one comes; all at once, they end all at once.
+        at_once = int(settings.get("files_at_once") or FILES_AT_ONCE)
+        self.hub_slots = threading.Semaphore(max(1, at_once // max(1, len(self.fetchers))))
+        self.peer_slots = threading.Semaphore(at_once)
         self.lock = threading.Lock()
         self.last: Dict[str, str] = {}  # who gave a file
         self.from_hub = self.from_peers = 0
@@ -239,7 +245,8 @@ class Fanout:
             peer = self._holder(entry)
             if peer is not None:
                 try:
-                    self._from(peer, entry, place)
+                    with self.peer_slots:
+                        self._from(self._holder(entry) or peer, entry, place)
                 except (OSError, http.client.HTTPException) as error:
                     full = hub.disk_refusal(error, entry.path)
                     if full is not None:
@@ -254,7 +261,8 @@ class Fanout:
             elif entry.size <= SMALL or self.is_mine(entry):
                 with self.lock:
                     self.last.pop(entry.path, None)
-                self.origin.fetch(entry, place)
+                with self.hub_slots:
+                    self.origin.fetch(entry, place)
                 with self.lock:
                     self.from_hub += entry.size
                 return
@@ -267,6 +275,25 @@ class Fanout:
         if address in self.peers:
             self.peers[address].liar = True
             say(f"{self.name}: {entry.path}: wrong bytes from {address}, which is asked no more")
+
+    def order(self, entries: Iterable[Entry]) -> List[Entry]:
+        """The order in which to take files: own ones, then as they become whole elsewhere.
+
+        Every host asks another one first, so that they do not all ask the same.
+        """
+        turn: Dict[str, int] = {}
+        place: Dict[str, Tuple[int, int]] = {}
+        mine = self.fetchers.index(self.share.me)
+        for entry in sorted(entries, key=lambda e: (-e.size, e.path)):
+            owner = self.owners[entry.path]
+            turn[owner] = turn.get(owner, 0) + 1
+            place[entry.path] = (
+                turn[owner],
+                (self.fetchers.index(owner) - mine) % len(self.fetchers),
+            )
+        return sorted(
+            entries, key=lambda e: (self.owners[e.path] != self.share.me, place[e.path], e.path)
+        )
 
     # -- who
 

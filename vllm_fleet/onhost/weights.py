@@ -610,8 +610,10 @@ class _Download:
         todo.sort(key=lambda entry: -entry.size)  # the largest first: no long one alone at the end
         if self.share is not None:
             self.share.add(entry for entry in entries if entry.path in done)
-        if self.fanout is not None:  # what others wait for, before what is waited for
-            todo.sort(key=lambda entry: not self.fanout.is_mine(entry))  # type: ignore[union-attr]
+        workers = self.files_at_once
+        if self.fanout is not None:
+            # Threads that wait for a file take no line; how many load is the fan-out's to say.
+            todo, workers = self.fanout.order(todo), max(1, min(len(todo), peers.MOST_WAITING))
         lock = threading.Lock()
         gone = threading.Event()
         failures: Dict[str, Exception] = {}
@@ -632,7 +634,7 @@ class _Download:
                         raise
                     raise refusal from error
 
-            with concurrent.futures.ThreadPoolExecutor(self.files_at_once) as pool:
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
                 futures = {pool.submit(self._ending(gone, work), entry): entry for entry in todo}
                 for future in concurrent.futures.as_completed(futures):
                     try:
@@ -888,6 +890,8 @@ class _Progress:
                 current = list(self.current.values())
             for entry in current:
                 here = now[entry.path]
+                if not here and len(current) > FILES_AT_ONCE:
+                    continue  # waited for
                 if here == entry.size:
                     say(f"{self.name}:   {entry.path}: {tools.gib(here)} here, hashing")
                 else:
