@@ -40,6 +40,8 @@ ANSWER_SECONDS = 5
 PATIENCE_SECONDS = 20
 SMALL = 1 << 20  # such files come from the hub at once: waiting would take longer
 FILES_AT_ONCE = 8
+FROM_HUB_AT_ONCE = 6  # files, over all hosts
+UPLOADS_AT_ONCE = 3  # of one host: the first to have a file pass it on, too
 MOST_WAITING = 256  # files that are waited for at once
 WORKING, DONE, FAILED = "working", "done", "failed"
 
@@ -59,6 +61,7 @@ class Share:
         self.state = WORKING
         self.have: Dict[str, Entry] = {}
         self.sent = 0
+        self.uploads = threading.Semaphore(UPLOADS_AT_ONCE)
         self.server: Optional[_Server] = None
 
     def __enter__(self) -> "Share":
@@ -127,7 +130,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 ]  # fmt: skip
             self._json(200, {"Code": 200, "Success": True, "Data": {"Files": files}})
         elif path == repo and share.find(query.get("FilePath", "")):
-            self._file(share, query["FilePath"])
+            if not share.uploads.acquire(blocking=False):
+                self._json(503, {"Code": 503, "Success": False, "Message": "serves others"})
+                return
+            try:
+                self._file(share, query["FilePath"])
+            finally:
+                share.uploads.release()
         else:
             self._json(404, {"Code": 404, "Success": False, "Message": "not here (yet)"})
 
@@ -188,6 +197,10 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         """A client that goes away is no error of ours."""
 
 
+class Busy(ConnectionError):
+    """A host that serves as many others as it does at once."""
+
+
 class Peer:
     """Another host of this download, as it answered last."""
 
@@ -224,8 +237,10 @@ class Fanout:
         self.owners = owners(entries, self.fetchers)
         self.peers = {str(p): Peer(str(p)) for p in fanout["peers"] if str(p) != share.me}
         self.began = time.monotonic()
-        # As many connections to the hub as one host would have, over all hosts: a file that is
-        # whole early is passed on while the next one comes; all at once, they end all at once.
+        # Few files at once from the hub, over all hosts: one that is whole early is passed on
+        # while the next one comes; all at once, they end all at once, and the lines between the
+        # hosts stand idle until then.
+        self.sequence = self._sequence(entries)
         at_once = int(settings.get("files_at_once") or FILES_AT_ONCE)
         self.hub_slots = threading.Semaphore(max(1, at_once // max(1, len(self.fetchers))))
         self.peer_slots = threading.Semaphore(at_once)
@@ -247,6 +262,8 @@ class Fanout:
                 try:
                     with self.peer_slots:
                         self._from(self._holder(entry) or peer, entry, place)
+                except Busy:
+                    time.sleep(POLL_SECONDS / 2)
                 except (OSError, http.client.HTTPException) as error:
                     full = hub.disk_refusal(error, entry.path)
                     if full is not None:
@@ -258,7 +275,7 @@ class Fanout:
                         self.last[entry.path] = peer.address
                         self.from_peers += entry.size
                     return
-            elif entry.size <= SMALL or self.is_mine(entry):
+            elif entry.size <= SMALL or (self.is_mine(entry) and self._has_turn(entry)):
                 with self.lock:
                     self.last.pop(entry.path, None)
                 with self.hub_slots:
@@ -294,6 +311,36 @@ class Fanout:
         return sorted(
             entries, key=lambda e: (self.owners[e.path] != self.share.me, place[e.path], e.path)
         )
+
+    def _sequence(self, entries: Iterable[Entry]) -> List[Entry]:
+        """Large files in the order in which the hosts ask the hub for them."""
+        turn: Dict[str, int] = {}
+        keyed = []
+        for entry in sorted(entries, key=lambda e: (-e.size, e.path)):
+            owner = self.owners[entry.path]
+            turn[owner] = turn.get(owner, 0) + 1
+            if entry.size > SMALL:
+                keyed.append((turn[owner], self.fetchers.index(owner), entry))
+        return [entry for _, _, entry in sorted(keyed, key=lambda one: one[:2])]
+
+    def _has_turn(self, entry: Entry) -> bool:
+        """Whether few enough files before this one are still on their way from the hub.
+
+        Those of a host that is dead or gave up do not count: nobody would end the wait.
+        """
+        waiting = 0
+        for other in self.sequence:
+            if other.path == entry.path:
+                return True
+            owner = self.peers.get(self.owners[other.path])
+            if owner is None:  # this host's own
+                there = other.path in self.share.have
+            else:
+                there = other.path in owner.have or not self.alive(owner) or owner.state == FAILED
+            waiting += not there
+            if waiting >= FROM_HUB_AT_ONCE:
+                return False
+        return True
 
     # -- who
 
@@ -412,6 +459,8 @@ def _asking(
     try:
         connection.request("GET", path, headers={"User-Agent": "vllm-fleet", **headers})
         answer = connection.getresponse()
+        if answer.status == 503:
+            raise Busy("serves others")
         if answer.status not in (200, 206):
             raise ConnectionError(f"answers {answer.status}")
         yield answer
