@@ -22,7 +22,7 @@ from vllm_fleet.spec.words import Type, describe
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "all": (
         "Every host of every inventory.",
-        ("models", "python", "package_index", "package_cache", "proxy", "hub", "address"),
+        ("models", "python", "package_index", "package_cache", "proxy", "hub", "fanout", "address"),
     ),
     "gpu": (
         "Hosts of group gpu.",
@@ -30,8 +30,11 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "vllm_version",
             "device",
             "vllm_package",
+            "vllm_variant",
             "vllm_lock",
             "vllm_exclude",
+            "keep_releases",
+            "keep_revisions",
             "instances",
             "start_seconds",
             "drain_seconds",
