@@ -14,13 +14,15 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
+from vllm_fleet import listings, weights
+from vllm_fleet.listings import MODELSCOPE as ENDPOINT
+from vllm_fleet.onhost.hub import HUGGINGFACE
 from vllm_fleet.sizing import SizingError
 from vllm_fleet.spec.inputs import Inputs, config_path
 from vllm_fleet.spec.model import Fleet, HostSettings, Model
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import config_of, merged_config
 
-ENDPOINT = "https://modelscope.cn"  # as the modelscope library has it
 SECONDS = 30
 LARGEST = 4 * 2**20
 
@@ -60,9 +62,32 @@ def complete(
     return written, failed
 
 
+def freeze(fleet: Fleet, inputs: Inputs) -> tuple[list[str], list[str]]:
+    """Write the listing of every model that has none yet: (paths written, what failed)."""
+    written: list[str] = []
+    failed: list[str] = []
+    root = Path(fleet.root)
+    for spec in fleet.group("gpu"):
+        for one in spec.instances:
+            model = spec.settings.models[one.model]
+            path = listings.path_of(one.model, model)
+            if model.source == "path" or path in inputs.listings:
+                continue
+            try:
+                listing = listings.fetch(one.model, model, spec.settings, root)
+                listings.write(root, listing, model)
+            except (listings.ListingError, OSError) as error:
+                if str(error) not in failed:
+                    failed.append(str(error))
+            else:
+                inputs.listings[path] = listing
+                written.append(path)
+    return written, failed
+
+
 def fetch(name: str, model: Model, settings: HostSettings, root: Path) -> dict[str, object]:
     """config.json of a model from its hub, its quantisation in it. Raises FetchError."""
-    if model.source != "modelscope":
+    if model.source == "path":
         raise FetchError(
             f"model {name}: source {model.source} has no hub to ask; put its config.json at "
             f"{config_path(name, model)}"
@@ -84,13 +109,21 @@ def fetch(name: str, model: Model, settings: HostSettings, root: Path) -> dict[s
 
 def _get(name: str, model: Model, settings: HostSettings, root: Path, file: str) -> str | None:
     """Text of one file of a repository; None where it has none of this name."""
-    endpoint = (settings.hub.endpoint or ENDPOINT).rstrip("/")
-    query = urllib.parse.urlencode({"Revision": model.revision, "FilePath": file})
-    url = f"{endpoint}/api/v1/models/{urllib.parse.quote(model.repo)}/repo?{query}"
+    given, token_file = weights.hub_of(model, settings)
+    repo, revision = urllib.parse.quote(model.repo), weights.revision_of(model)
+    token = (root / token_file).read_text(encoding="utf-8").strip() if token_file else ""
+    if model.source == "huggingface":
+        endpoint = (given or HUGGINGFACE).rstrip("/")
+        url = f"{endpoint}/{repo}/resolve/{urllib.parse.quote(revision)}/{file}"
+        header = ("Authorization", f"Bearer {token}")
+    else:
+        endpoint = (given or ENDPOINT).rstrip("/")
+        query = urllib.parse.urlencode({"Revision": revision, "FilePath": file})
+        url = f"{endpoint}/api/v1/models/{repo}/repo?{query}"
+        header = ("Cookie", f"m_session_id={token}")
     request = urllib.request.Request(url, headers={"User-Agent": "vllm-fleet"})
-    if settings.hub.token_file:
-        token = (root / settings.hub.token_file).read_text(encoding="utf-8").strip()
-        request.add_unredirected_header("Cookie", f"m_session_id={token}")
+    if token:
+        request.add_unredirected_header(*header)
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             text: str = answer.read(LARGEST).decode("utf-8")

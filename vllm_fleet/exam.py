@@ -413,6 +413,8 @@ def _branch(driver: str) -> int:
 
 def _built_for_cuda_12(spec: HostSpec, version: str, inputs: Inputs) -> bool:
     """Whether the operator takes a build of vLLM for CUDA 12 instead of the default wheel."""
+    if (spec.settings.vllm_variant or "").startswith("cu12"):
+        return True
     index = spec.settings.package_index
     sources = " ".join([index.index_url or "", *index.extra_index_urls, *index.find_links, version])
     if re.search(r"\bcu12\d?", sources):

@@ -192,4 +192,5 @@ def _changes(plan: HostPlan | None) -> Data | None:
         "start": [one.name for one in plan.to_start()],
         "restart": [one.name for one in plan.to_restart()],
         "retire": list(plan.retired),
+        "prune": [*plan.prune.get("releases", ()), *plan.prune.get("weights", ())],
     }

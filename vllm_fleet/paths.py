@@ -9,6 +9,7 @@ MODELS = f"{OPT}/models"  # <name>/<revision>/
 LIB = f"{OPT}/lib"  # our scripts: gate, warm-up, drain, release, weights, state
 ETC = "/etc/vllm"  # <instance>.env, <instance>.sh
 HUB_TOKEN = f"{ETC}/hub.token"  # of the model hub, root alone
+HUGGINGFACE_TOKEN = f"{ETC}/huggingface.token"  # of Hugging Face, root alone
 RUN = "/run/vllm"  # <instance>/ready
 STATE = "/var/lib/vllm"  # <instance>/: caches, running checksum, audit; manifest.json
 MANIFEST = f"{STATE}/manifest.json"  # what we put on this host, by path

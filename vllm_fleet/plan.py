@@ -17,11 +17,14 @@ from importlib import resources
 from vllm_fleet import (
     engine_data,
     exam,
+    fanout,
     firewall,
     gateway,
+    listings,
     monitoring,
     paths,
     placement,
+    pruning,
     release,
     weights,
 )
@@ -59,7 +62,15 @@ EXPORTER_DEFAULTS = "/etc/default/prometheus-node-exporter"
 
 SCRIPTS = resources.files("vllm_fleet.onhost")
 TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf-8")
-LIB_SCRIPTS = ("tools.py", "release.py", "weights.py")  # they stay on the host: see paths.LIB
+LIB_SCRIPTS = (
+    "tools.py",
+    "release.py",
+    "weights.py",
+    "hub.py",
+    "peers.py",
+    "structure.py",
+    "prune.py",
+)  # they stay on the host: see paths.LIB
 
 
 class Refusal(Exception):
@@ -107,6 +118,7 @@ class WeightsFetch:
     name: str
     present: bool
     order: dict[str, object]
+    serves: bool = False  # they are there, and other hosts get them from here
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,7 @@ class HostPlan:
     retired: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     new_lines: Mapping[Key, Placed] = field(default_factory=dict)  # of the placement file
+    prune: Mapping[str, list[str]] = field(default_factory=dict)  # what onhost/prune.py is told
 
     @property
     def missing_packages(self) -> tuple[str, ...]:
@@ -322,7 +335,7 @@ def plan_fleet(
         reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
     if reasons:
         raise Refusal(reasons)
-    return plans
+    return fanout.arranged(plans)
 
 
 def placement_of(plans: Mapping[str, HostPlan], inputs: Inputs) -> dict[Key, Placed] | None:
@@ -452,8 +465,10 @@ def _host_plan(
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
         )
-        if token := inputs.hub_token(spec):
-            files.append(ManagedFile(paths.HUB_TOKEN, token, mode=0o600, secret=True))
+        files += [
+            ManagedFile(place, token, mode=0o600, secret=True)
+            for place, token in inputs.hub_tokens(spec).items()
+        ]
         limits = vllm.journal_limits()
         files.append(limits)
         monitoring_services.append(_service(JOURNALD, restarts=[limits]))
@@ -466,7 +481,7 @@ def _host_plan(
             build = _release(spec, version_of(spec, declared), inputs)
             releases[build.id] = build
             same = [i for i in wanted if i.model_name == one.model_name]
-            fetches[one.model_name] = _fetch(spec, same, state)
+            fetches[one.model_name] = _fetch(spec, same, state, inputs)
         present = state.texts.get(firewall.FILE)
         if closed := firewall.files(spec, firewall.peers(fleet, states, present)):
             files += closed
@@ -563,6 +578,7 @@ def _host_plan(
             )
         )
     names = {one.name for one in instances}
+    used = {one.release for one in instances}
     return HostPlan(
         spec=spec,
         state=state,
@@ -582,6 +598,9 @@ def _host_plan(
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),
         new_lines=lines_of({spec.name: view}),
+        prune=pruning.order(settings, state, set(releases) | used, {i.weights for i in instances})
+        if releases
+        else {},
         notices=tuple(notices),
     )
 
@@ -628,14 +647,19 @@ def _ours(state: HostState) -> set[str]:
     return units | set(state.instances)
 
 
-def _fetch(spec: HostSpec, instances: Sequence[PlannedInstance], state: HostState) -> WeightsFetch:
+def _fetch(
+    spec: HostSpec, instances: Sequence[PlannedInstance], state: HostState, inputs: Inputs
+) -> WeightsFetch:
     """Weights that these instances of one model share."""
     one = instances[0]
     wanted = weights.wanted(one.model_name, one.model)
     stamp = state.weights.get(wanted.stamp)
-    order = weights.order(one.model_name, one.model, spec.settings)
-    if spec.settings.hub.token_file:
-        order["token_file"] = paths.HUB_TOKEN
+    listing = inputs.listings.get(listings.path_of(one.model_name, one.model))
+    order = weights.order(one.model_name, one.model, spec.settings, listing)
+    if weights.hub_of(one.model, spec.settings)[1]:
+        order["token_file"] = (
+            paths.HUGGINGFACE_TOKEN if one.model.source == "huggingface" else paths.HUB_TOKEN
+        )
     # An architecture that vLLM does not know may still be served by transformers' own code.
     order["engines"] = [
         dict(engine_data.architecture_rules(version))
@@ -645,7 +669,8 @@ def _fetch(spec: HostSpec, instances: Sequence[PlannedInstance], state: HostStat
     ]
     return WeightsFetch(
         one.model_name,
-        bool(stamp and stamp["intact"]) and weights.verified(stamp, wanted),
+        bool(stamp and stamp["intact"])
+        and weights.verified(stamp, wanted, listing.digest if listing else None),
         order,
     )
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from vllm_fleet import paths
+from vllm_fleet import paths, variants
 from vllm_fleet.spec.model import HostSettings
 
 _PIN = re.compile(
@@ -51,16 +51,30 @@ def variant(package: str) -> str:
 
 
 def release_id(
-    version: str, package: str, lock_text: str | None, exclude: Iterable[str] = ()
+    version: str,
+    package: str,
+    lock_text: str | None,
+    exclude: Iterable[str] = (),
+    build: str = "",
 ) -> str:
     """Id of the release that this version, package and lock make.
 
     ``exclude`` names dependencies left out of it: they are taken out of the lock before it is
-    hashed, since a release without them is another release.
+    hashed, since a release without them is another release. ``build``: local part of the
+    version (cu129), where no lock tells it.
     """
-    kind = variant(package)
+    kind = variant(package) or (build if lock_text is None else _build(lock_text, package))
     tail = "open" if lock_text is None else lock_sha256(without(lock_text, exclude))[:8]
     return f"{version}{'+' + kind if kind else ''}-{tail}"
+
+
+def _build(lock_text: str, package: str) -> str:
+    """Local part of the version that a lock pins: ``cu129`` of 0.21.0+cu129."""
+    for _, text in _requirements(lock_text):
+        match = _PIN.match(text)
+        if match and normalise(match["name"]) == normalise(package):
+            return match["version"].partition("+")[2]
+    return ""
 
 
 def lock_sha256(lock_text: str) -> str:
@@ -142,12 +156,26 @@ def order(settings: HostSettings, version: str, lock_text: str | None) -> dict[s
 
     Raises LockError where the lock cannot be used.
     """
+    build = variants.local(version, settings.vllm_variant)
     if lock_text is not None:
         check_lock(lock_text, version, settings.vllm_package)
+        locked = _build(lock_text, settings.vllm_package)
+        if settings.vllm_variant and settings.vllm_package == "vllm" and locked != build:
+            raise LockError(
+                f"is of vllm {version}{'+' + locked if locked else ''}, vllm_variant "
+                f"{settings.vllm_variant} wants {version}{'+' + build if build else ''}: make "
+                f"the lock again (fleet lock {version} --variant {settings.vllm_variant})"
+            )
         lock_text = without(lock_text, settings.vllm_exclude)
     return {
-        "id": release_id(version, settings.vllm_package, lock_text),
+        "id": release_id(version, settings.vllm_package, lock_text, build=build),
         "version": version,
+        "requirement": variants.requirement(version, settings.vllm_package, settings.vllm_variant),
+        "variant_indexes": list(
+            variants.indexes(version, settings.vllm_package, settings.vllm_variant)
+            if settings.vllm_variant
+            else ()
+        ),
         "package": settings.vllm_package,
         "device": settings.device,
         "exclude": list(settings.vllm_exclude),

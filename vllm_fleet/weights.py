@@ -10,9 +10,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm_fleet import paths
 from vllm_fleet.spec.model import HostSettings, Model, Source
+
+if TYPE_CHECKING:
+    from vllm_fleet.listings import Listing
 
 STAMP = ".verified.json"  # in a verified directory: what was checked, file by file
 STAMPS = f"{paths.STATE}/weights"  # stamps of directories that are not ours to write
@@ -44,19 +48,35 @@ def wanted(name: str, model: Model) -> Weights:
     always, unless `vllm_args` names another or does without.
     """
     ours = model.source != "path"
-    directory = f"{paths.MODELS}/{name}/{path_safe(model.revision)}" if ours else model.repo
+    revision = revision_of(model)
+    directory = f"{paths.MODELS}/{name}/{path_safe(revision)}" if ours else model.repo
     given = {key.lstrip("-").replace("_", "-") for key in model.vllm_args}
     own_tokenizer = not given & {"tokenizer", "skip-tokenizer-init"}
     return Weights(
         name=name,
         source=model.source,
         repo=model.repo,
-        revision=model.revision if ours else "",
+        revision=revision if ours else "",
         directory=directory.rstrip("/") or "/",
         stamp=f"{directory}/{STAMP}" if ours else f"{STAMPS}/{name}.json",
         needs_tokenizer=own_tokenizer,
         needs_chat_template=model.task == "chat" and own_tokenizer and "chat-template" not in given,
     )
+
+
+def revision_of(model: Model) -> str:
+    """The revision as the hub names it: ModelScope's usual branch is `main` at Hugging Face."""
+    if model.source == "huggingface" and model.revision == "master":
+        return "main"
+    return model.revision
+
+
+def hub_of(model: Model, settings: HostSettings) -> tuple[str | None, str | None]:
+    """(address, token file on the operator's machine) of a model's hub; None: as usual, none."""
+    hub = settings.hub
+    if model.source == "huggingface":
+        return hub.huggingface_endpoint, hub.huggingface_token_file
+    return hub.endpoint, hub.token_file
 
 
 def path_safe(revision: str) -> str:
@@ -70,15 +90,20 @@ def path_safe(revision: str) -> str:
     return f"{plain}-{hashlib.sha256(revision.encode()).hexdigest()[:8]}"
 
 
-def verified(stamp: Mapping[str, object] | None, weights: Weights) -> bool:
+def verified(
+    stamp: Mapping[str, object] | None, weights: Weights, listing: str | None = None
+) -> bool:
     """Whether a stamp, as `weights.py status` prints it, is of these weights and stands.
 
-    `changed` names the files that no longer are what the stamp says.
+    `changed` names the files that no longer are what the stamp says. ``listing``: checksum of
+    the frozen listing that they must be of; None where there is none.
     """
     if stamp is None or any(stamp.get(key) != value for key, value in weights.identity.items()):
         return False
     passed = stamp.get("passed")
     if stamp.get("changed"):
+        return False
+    if listing is not None and stamp.get("listing") != listing:
         return False
     return isinstance(passed, list) and set(needs(weights)) <= set(passed)
 
@@ -95,7 +120,9 @@ def needs(weights: Weights) -> tuple[str, ...]:
     )
 
 
-def order(name: str, model: Model, settings: HostSettings) -> dict[str, object]:
+def order(
+    name: str, model: Model, settings: HostSettings, listing: Listing | None = None
+) -> dict[str, object]:
     """What onhost/weights.py is told to have ready, as JSON values.
 
     `token_file` is left out: whoever puts the token on the host adds its path there.
@@ -108,7 +135,8 @@ def order(name: str, model: Model, settings: HostSettings) -> dict[str, object]:
         "stamp": weights.stamp,
         "needs": list(needs(weights)),
         "trust_remote_code": model.trust_remote_code,
-        "endpoint": settings.hub.endpoint,
+        "endpoint": hub_of(model, settings)[0],
         "proxy": settings.proxy.model_dump(mode="json"),
         "state": STAMPS,
+        **({"listing": list(listing.files), "listing_file": listing.path} if listing else {}),
     }

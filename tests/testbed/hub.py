@@ -1,4 +1,4 @@
-"""A small model hub that speaks ModelScope's download protocol, with faults on demand.
+"""A small model hub that speaks ModelScope's and Hugging Face's download protocols, with faults.
 
     python -m tests.testbed.hub --root DIR --listen 127.0.0.1:9000 [--log FILE]
 
@@ -10,9 +10,16 @@ the repository itself as `master`. What the hub answers is what modelscope 1.40 
     GET /api/v1/models/<id>/repo/files?Revision=&Recursive=   listing with sizes and sha256
     GET /api/v1/models/<id>/repo?Revision=&FilePath=          a file, whole or by Range
 
+and what Hugging Face's clients do, where `main` is another name of `master`:
+
+    GET /api/models/<id>/revision/<revision>                  its commit
+    GET /api/models/<id>/tree/<revision>?recursive=true       listing, PAGE entries a page
+    GET /<id>/resolve/<revision>/<path>                       a small file, or 302 to /cdn/...
+
 Each answer of a file or listing becomes one JSON line of the log: time, path, file, range,
-status, bytes sent. Faults are read from DIR/faults.json before every answer, so that a test
-switches them at run time by writing that file (see :class:`Fault`), or by PUT /faults.
+status, bytes sent, and whether a token came with it. Faults are read from DIR/faults.json before
+every answer, so that a test switches them at run time by writing that file (see :class:`Fault`),
+or by PUT /faults.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 BLOCK = 64 << 10
+PAGE = 4
 FAULTS = "faults.json"
 REVISIONS = "revisions.json"
 
@@ -45,6 +53,7 @@ REVISIONS = "revisions.json"
 class Fault:
     """One thing that the hub does wrong. ``kind`` is one of:
 
+    short         answers with the first `bytes` bytes, as if they were all
     cut           ends the connection after `bytes` of each answer
     wrong_bytes   flips the byte at position `bytes`
     wrong_size    lists the file `bytes` longer than it is
@@ -103,6 +112,10 @@ class Hub:
             known = json.loads((base / REVISIONS).read_text())
         except FileNotFoundError:
             known = {"master": "."}
+        if revision == "main" and revision not in known:
+            revision = "master"
+        by_commit = {_commit(repo, name): name for name in known}
+        revision = by_commit.get(revision, revision)
         return base / known[revision] if revision in known else None
 
     def sha256(self, path: Path) -> str:
@@ -121,6 +134,10 @@ class Hub:
             file.write(line)
 
 
+def _commit(repo: str, revision: str) -> str:
+    return hashlib.sha1(f"{repo}@{revision}".encode()).hexdigest()
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
@@ -135,6 +152,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(url.path)
         model = re.fullmatch(r"/api/v1/models/([^/]+/[^/]+)(/repo(?:/files)?)?", path)
         file = query.get("FilePath", "") if model and model[2] == "/repo" else ""
+        resolve = re.fullmatch(r"(/cdn)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        other = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
+        file = resolve[4] if resolve else file
         if self.hub.fault(file, "dead"):
             self.hub.record(path=path, file=file, range=None, status=0, bytes=0)
             self._hang_up()
@@ -150,6 +170,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(200, {"Code": 200, "Success": True, "Data": {}})
         elif path == "/health":
             self._json(200, {"Code": 200, "Success": True})
+        elif resolve is not None:
+            self._resolve(resolve[2], resolve[3], resolve[4], moved=bool(resolve[1]))
+        elif other is not None:
+            self._huggingface(other[1], other[2], other[3], query)
         elif model is None:
             self._json(404, _not_found(f"no such page: {path}"))
         else:
@@ -181,6 +205,46 @@ class _Handler(BaseHTTPRequestHandler):
                 self._file(wanted, query["FilePath"])
             else:
                 self._json(404, _not_found(f"no such file: {query.get('FilePath')}"))
+
+    def _huggingface(self, repo: str, what: str, revision: str, query: dict[str, str]) -> None:
+        directory = self.hub.directory(repo, revision)
+        if directory is None:
+            self._json(404, {"error": "Revision Not Found"})
+            return
+        if what == "revision":
+            name = "master" if revision == "main" else revision
+            self._json(200, {"id": repo, "sha": _commit(repo, name)})
+            return
+        entries: list[dict[str, Any]] = []
+        for one in self._listing(directory, ""):
+            if one["Type"] == "tree":
+                entries.append({"type": "directory", "path": one["Path"], "size": 0, "oid": "0"})
+                continue
+            data = (directory / one["Path"]).read_bytes()
+            git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            entry = {"type": "file", "path": one["Path"], "size": one["Size"], "oid": git}
+            if _large(one["Path"]):
+                entry["lfs"] = {"oid": one["Sha256"], "size": one["Size"], "pointerSize": 134}
+            entries.append(entry)
+        first = int(query.get("cursor", "0"))
+        more = first + PAGE < len(entries)
+        path = urlsplit(self.path).path
+        link = f'<{path}?recursive=true&cursor={first + PAGE}>; rel="next"' if more else None
+        self._json(200, entries[first : first + PAGE], link)
+
+    def _resolve(self, repo: str, revision: str, name: str, *, moved: bool) -> None:
+        directory = self.hub.directory(repo, revision)
+        wanted = (directory or self.hub.root) / name
+        inside = directory is not None and wanted.resolve().is_relative_to(directory.resolve())
+        if not inside or not wanted.is_file():
+            self._json(404, {"error": "Entry not found"})
+        elif _large(name) and not moved:
+            self.send_response(302)
+            self.send_header("Location", f"/cdn{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            self._file(wanted, name)
 
     def _listing(self, directory: Path, below: str) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = []
@@ -222,6 +286,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._log(name, asked, 416, 0)
                 return
         status = 206 if match else 200
+        short = self.hub.fault(name, "short")
+        if short is not None:
+            start, end, status = 0, min(size, short.bytes), 200
         self.send_response(status)
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(end - start))
@@ -274,9 +341,11 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def _json(self, status: int, value: dict[str, Any]) -> None:
+    def _json(self, status: int, value: Any, link: str | None = None) -> None:
         body = json.dumps(value).encode()
         self.send_response(status)
+        if link is not None:
+            self.send_header("Link", link)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -285,10 +354,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _log(self, file: str, asked: str | None, status: int, sent: int) -> None:
         path = urlsplit(self.path).path
-        self.hub.record(path=path, file=file, range=asked, status=status, bytes=sent)
+        token = "Authorization" in self.headers or "m_session_id" in self.headers.get("Cookie", "")
+        self.hub.record(path=path, file=file, range=asked, status=status, bytes=sent, token=token)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the log file says it."""
+
+
+def _large(name: str) -> bool:
+    """Whether a file is an LFS object at Hugging Face."""
+    return name.endswith((".safetensors", "tokenizer.json"))
 
 
 def _not_found(text: str) -> dict[str, Any]:

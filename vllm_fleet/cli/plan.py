@@ -27,9 +27,19 @@ LEVELS = {"refused": "red", "warning": "yellow", "ok": "green"}
     is_flag=True,
     help="Fetch missing config.json of models to configs/ beside group_vars.",
 )
+@click.option(
+    "--fetch-listings",
+    is_flag=True,
+    help="Freeze which files models have: listings/ beside group_vars.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
-    inventory: str, limit: tuple[str, ...], every: bool, fetch_configs: bool, as_json: bool
+    inventory: str,
+    limit: tuple[str, ...],
+    every: bool,
+    fetch_configs: bool,
+    fetch_listings: bool,
+    as_json: bool,
 ) -> None:
     """Look at every host and show what deploy.py would do; changes no host.
 
@@ -40,7 +50,7 @@ def plan(
     monkey.patch_all()  # before anything opens a socket
 
     from vllm_fleet import plan as planning
-    from vllm_fleet.configs import complete
+    from vllm_fleet.configs import complete, freeze
     from vllm_fleet.facts.read import ReadError, read_states
     from vllm_fleet.overview import overview
     from vllm_fleet.spec.addresses import resolved
@@ -61,8 +71,14 @@ def plan(
         else:
             click.echo(str(error), err=True)
         raise SystemExit(1) from None
+    written: list[str] = []
+    failed: list[str] = []
     if fetch_configs:
         written, failed = complete(fleet, states, inputs)
+    if fetch_listings:
+        more, lost = freeze(fleet, inputs)
+        written, failed = [*written, *more], [*failed, *lost]
+    if written or failed:
         for path in written:
             click.echo(f"{path}: written; commit it", err=True)
         for problem in failed:

@@ -108,6 +108,7 @@ def retire(plan: HostPlan | None) -> None:
         return
     instances.retired(name="Instances no longer in the plan", plan=plan)
     hosts.files(name="Files no longer in the plan", plan=plan, keep_removed=False)
+    releases.pruned(name="Old releases and weights", plan=plan)
 
 
 def write_down(state: State, host: Host) -> None:

@@ -124,6 +124,10 @@ class _Build:
         tools.check_room(wants)
         config = tools.pip_config(str(self.uv.with_name("python")))
         index = self.settings.get("index") or {}
+        if not tools.given(index):
+            # Where the operator sets no index, builds of a variant come from their public ones.
+            more_indexes = [str(url) for url in self.settings.get("variant_indexes") or []]
+            config["extra-index-url"] = [*config.get("extra-index-url", []), *more_indexes]
         self.index, more = tools.uv_arguments(index, config)
         self.where = tools.index_words(index, config)
         # pip's constraints bear on what is chosen, never on a lock.
@@ -233,7 +237,7 @@ class _Build:
             "".join(f"{name} ; python_version < '0'\n" for name in self.exclude), encoding="utf-8"
         )
         lock = self.part / LOCK
-        wanted = f"{self.package}=={self.version}\n"
+        wanted = f"{self.settings.get('requirement') or f'{self.package}=={self.version}'}\n"
         constraints = [part for path in self.constraints for part in ("--constraint", path)]
         try:
             self._uv(

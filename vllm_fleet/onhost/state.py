@@ -531,7 +531,7 @@ def weights() -> Dict[str, Dict[str, Any]]:
                 intact &= [status.st_size, status.st_mtime_ns] == [known["size"], known["mtime_ns"]]
             except (OSError, KeyError, TypeError):
                 intact = False
-        kept = ("source", "repo", "revision", "passed")
+        kept = ("source", "repo", "revision", "passed", "listing", "verified_at")
         found[path] = {
             **{key: stamp.get(key) for key in kept},
             "intact": intact,

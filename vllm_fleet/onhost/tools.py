@@ -83,8 +83,17 @@ class Refusal(Exception):
 
 
 def say(text: str) -> None:
-    """One line of progress, at once also through a pipe."""
-    print(text, flush=True)
+    """One line of progress, at once also through a pipe.
+
+    Where the operator is gone (a lost connection), the work goes on unheard: what is done by
+    then need not be done again.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, sys.stdout.fileno())
+        os.close(silent)
 
 
 def main() -> int:

@@ -2,19 +2,25 @@
 
     weights.py fetch --settings FILE
     weights.py status [--models DIR] [--state DIR]
+    weights.py verify [--models DIR] [NAME ...]
 
 FILE is the JSON that vllm_fleet.weights.order() makes: {"name", "source": "modelscope" |
-"path", "repo", "revision", "directory", "stamp", "needs": ["tokenizer", "chat_template"],
-"trust_remote_code", "endpoint", "token_file": file on this host, "proxy", "state",
-"files_at_once", "parts"}. Exit 0 when the weights are there and verified, else 1; then nothing
-was switched, and what was fetched is kept for the next run.
+"huggingface" | "path", "repo", "revision", "directory", "stamp", "needs": ["tokenizer",
+"chat_template"], "listing": frozen files [{"path", "size", "sha256", "git"}] or absent,
+"listing_file": its name for messages, "trust_remote_code", "endpoint", "token_file": file on
+this host, "proxy", "state", "files_at_once", "parts"}. Exit 0 when the weights are there and
+verified, else 1; then nothing was switched, and what was fetched is kept for the next run.
 
-Files come by the modelscope library into `.<revision>.part` beside the final directory. The
+Files come from the hub (hub.py) into `.<revision>.part` beside the final directory. What is on
+disk already in another revision of ours, by its sha256, is linked instead. The modelscope
 library moves the bytes (and resumes them); whether they are right is decided here: it believes
 a listing without sha256, hashes everything again on each run, and stops after the first eight
 digits of a checksum where an operator wants all. It is called file by file, so that a file is
 hashed while others are still loading and a dead hub ends the run instead of being asked once
 for each file.
+
+`verify` reads every byte again, names what is no longer as stamped and exits 1; the next fetch
+then gets these files alone.
 
 Runs with the tools venv's Python (`/opt/vllm/tools/current/bin/python`).
 """
@@ -22,46 +28,41 @@ Runs with the tools venv's Python (`/opt/vllm/tools/current/bin/python`).
 import argparse
 import concurrent.futures
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
-import socket
-import struct
 import sys
 import threading
 import time
-import urllib.parse
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 if __package__:
-    from vllm_fleet.onhost import tools
+    from vllm_fleet.onhost import hub, peers, structure, tools
 else:  # on a host: a flat directory of scripts
+    import hub  # type: ignore[import-not-found,no-redef]
+    import peers  # type: ignore[import-not-found,no-redef]
+    import structure  # type: ignore[import-not-found,no-redef]
+
     import tools  # type: ignore[no-redef]
 
 Refusal = tools.Refusal
 say = tools.say
+Entry = hub.Entry
+on_disk = hub.on_disk
 
 STAMP = ".verified.json"
 PROGRESS = ".progress.json"  # in a .part directory: the files verified so far, as in a stamp
 BLOCK = 8 << 20
-LARGEST_HEADER = 100 << 20  # what the safetensors library itself accepts
 SPARE = 256 << 20  # disk left free beside the weights
 TICK_SECONDS = 5.0
 FILES_AT_ONCE = 8
-CONNECT_SECONDS = 10
-ANSWER_SECONDS = 25  # for a listing, the library's own retries included
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHT_SUFFIXES = structure.WEIGHT_SUFFIXES
 # Copies of the same weights in other formats; vLLM takes safetensors where there are any.
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".tflite")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
 # Files that an engine would load, or run, although no stamp knows them.
 LOADED = (*WEIGHT_SUFFIXES, ".json", ".jinja", ".model", ".tiktoken", ".py")
 
@@ -74,7 +75,12 @@ def main() -> int:
     show = commands.add_parser("status", help="stamps of this host, as JSON")
     show.add_argument("--models", default="/opt/vllm/models")
     show.add_argument("--state", default="/var/lib/vllm/weights")
+    again = commands.add_parser("verify", help="hash every file again")
+    again.add_argument("--models", default="/opt/vllm/models")
+    again.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
     options = parser.parse_args()
+    if options.command == "verify":
+        return int(tools.guarded("weights", lambda: verify(options.models, options.names)))
     if options.command == "status":
         print(json.dumps(stamps(options.models, options.state)))
         return 0
@@ -131,27 +137,65 @@ def differing(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> List[s
     return changed
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One file of a repository, as its listing says; sha256 is empty where it says none."""
-
-    path: str
-    size: int
-    sha256: str
-
-
 def fetch(settings: Mapping[str, Any]) -> None:
     """Have the weights of these settings, or refuse."""
     source = settings.get("source") or "modelscope"
     if source == "path":
         _Own(settings).run()
-    elif source == "modelscope":
-        _Download(settings).run()
     else:
-        raise Refusal(
-            f"{settings['name']}: source {source} is not supported yet; use modelscope, or put the "
-            "files on every host and use source: path"
+        _Download(settings).run()
+
+
+def verify(models: str, names: Iterable[str]) -> None:
+    """Hash every file of the stamped directories again. Refuses with all that are bad.
+
+    A bad file is marked in its stamp, so that the next fetch gets it, and it alone.
+    """
+    wanted_names = set(names)
+    bad: List[str] = []
+    for path in sorted(Path(models).glob(f"*/[!.]*/{STAMP}")):
+        stamp, directory = read_stamp(path), path.parent
+        if stamp is None or (wanted_names and directory.parent.name not in wanted_names):
+            continue
+        began = time.monotonic()
+        files = {name: noted for name, noted in stamp["files"].items() if noted["sha256"]}
+        found = _hashed([directory / name for name in files])
+        wrong = {
+            name: found[directory / name] or "missing"
+            for name, noted in files.items()
+            if found[directory / name] != noted["sha256"]
+        }
+        seconds = max(time.monotonic() - began, 0.001)
+        total = sum(noted["size"] for noted in files.values())
+        say(
+            f"{directory}: {len(files)} files, {tools.gib(total)} hashed in {seconds:.0f} s "
+            f"({tools.gib(total / seconds)}/s), {len(wrong)} bad"
         )
+        for name, checksum in sorted(wrong.items()):
+            bad.append(f"{directory / name}: sha256 {checksum}, stamped {files[name]['sha256']}")
+            stamp["files"][name]["mtime_ns"] = -1
+        if wrong:
+            tools.write_json(path, stamp)
+    if bad:
+        text = "\n".join(f"    {line}" for line in bad)
+        raise Refusal(
+            f"{len(bad)} files are no longer what was verified; deploy again, which fetches them "
+            f"alone, and look at the disk (dmesg, smartctl):\n{text}"
+        )
+
+
+def _hashed(paths: List[Path]) -> Dict[Path, str]:
+    """sha256 of each file, side by side; "" where it cannot be read."""
+
+    def one(path: Path) -> str:
+        try:
+            return sha256_of(path)
+        except OSError:
+            return ""
+
+    paths = sorted(paths, key=lambda path: -path.stat().st_size if path.exists() else 0)
+    with concurrent.futures.ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
+        return dict(zip(paths, pool.map(one, paths), strict=True))
 
 
 class _Own:
@@ -179,7 +223,7 @@ class _Own:
         ):
             say(f"{self.name}: {self.directory} stands, {len(files)} files as checked before")
             return
-        found = check_structure(self.name, self.directory, sorted(files), self.needs)
+        found = structure.check_structure(self.name, self.directory, sorted(files), self.needs)
         self.stamp.parent.mkdir(parents=True, exist_ok=True)
         total = sum(noted["size"] for noted in files.values())
         record = _record(self.identity, self.directory, files, self.needs, found)
@@ -220,7 +264,8 @@ def _record(
     directory: Path,
     files: Mapping[str, Any],
     needs: Iterable[str],
-    found: "Structure",
+    found: structure.Structure,
+    listing: str = "",
 ) -> Dict[str, Any]:
     return {
         "format": 1,
@@ -229,6 +274,7 @@ def _record(
         "architectures": found.architectures,
         "bytes": sum(noted["size"] for noted in files.values()),
         "passed": sorted(needs),
+        "listing": listing,
         "warnings": found.warnings,
         "verified_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "files": dict(files),
@@ -248,8 +294,15 @@ class _Download:
         self.identity = _identity(settings)
         self.part = self.final.parent / f".{self.final.name}.part"
         self.files_at_once = int(settings.get("files_at_once") or FILES_AT_ONCE)
-        self.hub: Optional[_ModelScope] = None
+        self.hub: Optional[hub.Source] = None
+        self.share: Optional[peers.Share] = None
+        self.fanout: Optional[peers.Fanout] = None
         self.warnings: List[str] = []
+        self.frozen: Optional[List[Entry]] = None
+        if settings.get("listing") is not None:
+            self.frozen = [_entry(one) for one in settings["listing"]]
+        self.frozen_in = str(settings.get("listing_file") or "the frozen listing")
+        self.digest = digest(self.frozen) if self.frozen is not None else ""
 
     def run(self) -> None:
         if self.settings.get("trust_remote_code") and not COMMIT.fullmatch(self.revision):
@@ -261,6 +314,7 @@ class _Download:
             if place.is_symlink():
                 raise Refusal(f"{self.name}: {place} is a link; weights are kept in directories")
         if self._stands():
+            self._seed()
             return
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with tools.locked(self.final.parent / f".{self.final.name}.lock", self.name):
@@ -268,6 +322,8 @@ class _Download:
                 return
             if self.final.exists():
                 self._mend()
+            elif self.settings.get("fanout"):
+                self._fresh_with_others()
             else:
                 self._fresh()
 
@@ -282,17 +338,53 @@ class _Download:
                 f"wanted is {self.repo} at {self.revision}; give the model another name or "
                 "revision, or remove that directory when no instance serves from it"
             )
+        if self.frozen is not None and stamp.get("listing") != self.digest:
+            self._refuse_other(stamp["files"])
         if differing(self.final, stamp["files"]):
             return False
         self._refuse_strangers(stamp["files"])
-        if not _passed(stamp, self.identity, self.needs):
-            found = check_structure(self.name, self.final, sorted(stamp["files"]), self.needs)
+        self.digest = self.digest or str(stamp.get("listing") or "")
+        if (
+            not _passed(stamp, self.identity, self.needs)
+            or str(stamp.get("listing") or "") != self.digest
+        ):
+            found = structure.check_structure(
+                self.name, self.final, sorted(stamp["files"]), self.needs
+            )
             self._write_stamp(self.final, stamp["files"], found)
         say(
             f"{self.name}: {self.final} stands, {len(stamp['files'])} files, "
             f"{tools.gib(stamp.get('bytes', 0))}"
         )
         return True
+
+    def _refuse_other(self, noted: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse where the directory holds something else than the frozen listing says."""
+        assert self.frozen is not None, "called with a frozen listing alone"
+        held = {
+            path: Entry(path, note["size"], note["sha256"] or "", str(note.get("git") or ""))
+            for path, note in noted.items()
+        }
+        for entry in self.frozen:
+            one = held.get(entry.path)
+            if one and not entry.sha256 and entry.git and not one.git:
+                with contextlib.suppress(OSError):
+                    held[entry.path] = Entry(
+                        one.path, one.size, one.sha256, git_id_of(self.final / one.path)
+                    )
+        wrong = differences(self.frozen, held, "on this host")
+        known = {entry.path for entry in self.frozen}
+        wrong += [
+            f"{path}: on this host, not listed"
+            for path in sorted(held)
+            if path not in known and path.endswith(LOADED)
+        ]
+        if wrong:
+            raise Refusal(
+                f"{self.name}: {self.final} is not what {self.frozen_in} lists: {_some(wrong)}; "
+                f"{self.repo} at {self.revision} was changed at the hub between the two: give a "
+                "commit as revision, which gets a directory of its own"
+            )
 
     def _refuse_strangers(self, known: Mapping[str, Any]) -> None:
         strangers = sorted(
@@ -305,18 +397,54 @@ class _Download:
                 "and the engine might load; remove it"
             )
 
+    def _seed(self) -> None:
+        """Serve what stands here to the hosts that lack it, until they have it."""
+        if not self.settings.get("fanout"):
+            return
+        noted = (read_stamp(self.final / STAMP) or {"files": {}})["files"]
+        entries = [
+            Entry(path, note["size"], note["sha256"] or "", str(note.get("git") or ""))
+            for path, note in noted.items()
+        ]
+        with peers.Share(self.settings, (self.final,)) as share:
+            share.add(entries)
+            share.state = peers.DONE
+            peers.Fanout(self.settings, None, entries, share).serve_out()
+
+    def _fresh_with_others(self) -> None:
+        """Fetch, sharing what is verified with the other hosts until they have it, too."""
+        with peers.Share(self.settings, (self.part, self.final)) as share:
+            self.share = share
+            try:
+                self._fresh()
+                share.state = peers.DONE
+            except BaseException:
+                share.state = peers.FAILED
+                if self.fanout is not None:
+                    time.sleep(2 * peers.POLL_SECONDS)  # long enough that the others hear of it
+                raise
+            if self.fanout is not None:
+                got = f"{tools.gib(self.fanout.from_peers)} from other hosts"
+                hubs = f"{tools.gib(self.fanout.from_hub)} from the hub"
+                say(f"{self.name}: {got}, {hubs}")
+                self.fanout.serve_out()
+
     def _fresh(self) -> None:
         entries = self._listing()
+        if self.share is not None:
+            self.fanout = peers.Fanout(self.settings, self._source(), entries, self.share)
         known = read_stamp(self.part / PROGRESS)
         self.part.mkdir(exist_ok=True)
-        present = sum(_on_disk(self.part, entry) for entry in entries)
+        noted = known["files"] if known else {}
+        linked = self._link(entries, noted)
+        present = sum(on_disk(self.part, entry) for entry in entries)
         total = sum(entry.size for entry in entries)
         tools.check_room({f"weights of {self.name}": (self.part, total - present + SPARE)})
         say(
             f"{self.name}: {self.repo} at {self.revision}: {len(entries)} files, "
             f"{tools.gib(total)}, {tools.gib(present)} here already"
+            + (f", of it {tools.gib(linked)} linked from other revisions" if linked else "")
         )
-        noted = known["files"] if known else {}
         config = [entry for entry in entries if entry.path == "config.json"]
         if config and config[0].path not in noted:
             self._complete(self.part, config, noted)  # first, since it tells what cannot be served
@@ -326,7 +454,7 @@ class _Download:
         for path, _ in list(_noted(self.part)):
             if path not in keep:  # leftovers of an earlier listing, in a directory of ours
                 (self.part / path).unlink()
-        found = check_structure(self.name, self.part, sorted(files), self.needs)
+        found = structure.check_structure(self.name, self.part, sorted(files), self.needs)
         self._write_stamp(self.part, files, found)
         for folder, _, _ in os.walk(self.part):
             tools.sync_directory(Path(folder))
@@ -334,13 +462,43 @@ class _Download:
         tools.sync_directory(self.final.parent)
         say(f"{self.name}: {self.final} verified, {len(files)} files, {tools.gib(total)}")
 
+    def _link(self, entries: List[Entry], noted: Dict[str, Any]) -> int:
+        """Link what lies in another directory of ours with the same sha256; bytes linked.
+
+        By its stamp: such a file is served from there, so it is right for here, too. ``noted``
+        gets what a stamp notes of each.
+        """
+        missing = [e for e in entries if e.sha256 and not (self.part / e.path).exists()]
+        if not missing:
+            return 0
+        known: Dict[str, Tuple[Path, Mapping[str, Any]]] = {}
+        for stamp in self.final.parent.parent.glob(f"*/[!.]*/{STAMP}"):
+            for name, note in (read_stamp(stamp) or {"files": {}})["files"].items():
+                known[str(note["sha256"])] = (stamp.parent / name, note)
+        linked = 0
+        for entry in missing:
+            path, note = known.get(entry.sha256, (None, {}))
+            if path is None or path.is_symlink() or differing(path.parent, {path.name: note}):
+                continue
+            target = self.part / entry.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, target)
+            except OSError:
+                continue  # another file system, or too many links: it is fetched
+            noted[entry.path] = {key: note[key] for key in ("size", "mtime_ns", "sha256")}
+            linked += entry.size
+        if linked:
+            tools.write_json(self.part / PROGRESS, {"files": noted})
+        return linked
+
     def _refuse_unserved(self, place: Path) -> None:
         """Refuse an architecture that the wanted release does not know, before the weights come."""
         try:
-            config = _json(place / "config.json")
+            config = json.loads((place / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return  # told with everything else that is wrong, once all is there
-        problem = unserved(config, self.settings.get("engines") or [])
+        problem = structure.unserved(config, self.settings.get("engines") or [])
         if problem:
             raise Refusal(f"{self.name}: {problem}; nothing but config.json was downloaded")
 
@@ -357,6 +515,7 @@ class _Download:
         else:
             noted = stamp["files"]
             entries = [Entry(path, n["size"], n["sha256"] or "") for path, n in noted.items()]
+            self.digest = self.digest or str(stamp.get("listing") or "")
         changed = set(differing(self.final, noted))
         suspects = [entry for entry in entries if entry.path not in noted or entry.path in changed]
         say(f"{self.name}: {self.final}: {len(suspects)} files differ from the stamp; hashing them")
@@ -364,19 +523,24 @@ class _Download:
             path: dict(n) for path, n in noted.items() if path not in changed
         }
         bad: List[Entry] = []
+        sized = [
+            self.final / entry.path
+            for entry in suspects
+            if (self.final / entry.path).is_file()
+            and (self.final / entry.path).stat().st_size == entry.size
+        ]
+        found = _hashed(sized)
         for entry in suspects:
             path = self.final / entry.path
-            found = ""
-            if path.is_file() and path.stat().st_size == entry.size:
-                found = sha256_of(path)
-            if found and found == (entry.sha256 or found):
-                good[entry.path] = _note(path, found)
+            checksum = found.get(path, "")
+            if checksum and checksum == (entry.sha256 or checksum) and _git_fits(path, entry):
+                good[entry.path] = _note(path, checksum, entry)
             else:
                 bad.append(entry)
         if bad:
             say(f"{self.name}: bad or missing: {', '.join(entry.path for entry in bad)}")
             self.part.mkdir(exist_ok=True)
-            size = sum(entry.size - _on_disk(self.part, entry) for entry in bad)
+            size = sum(entry.size - on_disk(self.part, entry) for entry in bad)
             tools.check_room({f"weights of {self.name}": (self.part, size + SPARE)})
             fetched = self._complete(self.part, bad, {})
             for name, note in fetched.items():
@@ -385,26 +549,44 @@ class _Download:
                 good[name] = note
             _remove_tree(self.part)
         self._refuse_strangers(good)
-        structure = check_structure(self.name, self.final, sorted(good), self.needs)
-        self._write_stamp(self.final, good, structure)
+        looked_at = structure.check_structure(self.name, self.final, sorted(good), self.needs)
+        self._write_stamp(self.final, good, looked_at)
         tools.sync_directory(self.final)
         say(f"{self.name}: {self.final} verified again, {len(bad)} files fetched")
 
-    def _write_stamp(self, place: Path, files: Mapping[str, Any], found: "Structure") -> None:
+    def _write_stamp(
+        self, place: Path, files: Mapping[str, Any], found: structure.Structure
+    ) -> None:
         warnings = [*self.warnings, *found.warnings]
         for warning in warnings:
             say(f"{self.name}: warning: {warning}")
-        record = _record(self.identity, self.final, files, self.needs, found)
+        record = _record(self.identity, self.final, files, self.needs, found, self.digest)
         tools.write_json(place / STAMP, {**record, "warnings": warnings})
 
     def _listing(self) -> List[Entry]:
-        entries, warnings = wanted(self.name, self._source().listing())
-        self.warnings = warnings
-        return entries
+        """The files to have: the frozen ones, which the hub must list alike, else the hub's."""
+        listed, warnings = wanted(self.name, self._source().listing())
+        if self.frozen is None:
+            self.warnings, self.digest = warnings, digest(listed)
+            return listed
+        frozen, self.warnings = wanted(self.name, self.frozen)
+        wrong = differences(frozen, {entry.path: entry for entry in listed}, "hub")
+        if wrong:
+            raise Refusal(
+                f"{self.name}: hub {self._source().endpoint} lists {self.repo} at {self.revision} "
+                f"otherwise than {self.frozen_in}: {_some(wrong)}; the branch or tag was moved, or "
+                "somebody tampers with the hub. To take the new state, give its commit as "
+                "revision; nothing was fetched"
+            )
+        return frozen
 
-    def _source(self) -> "_ModelScope":
+    def _fetcher(self) -> Union[hub.Source, peers.Fanout]:
+        """Where files come from: other hosts and the hub, or the hub alone."""
+        return self.fanout or self._source()
+
+    def _source(self) -> hub.Source:
         if self.hub is None:
-            self.hub = _ModelScope(self.settings)
+            self.hub = hub.source(self.settings)
         return self.hub
 
     def _complete(
@@ -422,22 +604,37 @@ class _Download:
             and entry.path not in changed
             and (known[entry.path]["size"], known[entry.path]["sha256"])
             == (entry.size, entry.sha256 or known[entry.path]["sha256"])
+            and (entry.sha256 or str(known[entry.path].get("git") or "") == entry.git)
         }
         todo = [entry for entry in entries if entry.path not in done]
         todo.sort(key=lambda entry: -entry.size)  # the largest first: no long one alone at the end
+        if self.share is not None:
+            self.share.add(entry for entry in entries if entry.path in done)
+        workers = self.files_at_once
+        if self.fanout is not None:
+            # Threads that wait for a file take no line; how many load is the fan-out's to say.
+            todo, workers = self.fanout.order(todo), max(1, min(len(todo), peers.MOST_WAITING))
         lock = threading.Lock()
         gone = threading.Event()
         failures: Dict[str, Exception] = {}
         with _Progress(self.name, place, entries) as progress:
 
             def work(entry: Entry) -> None:
-                with progress.active(entry):
-                    noted = self._one(place, entry)
-                with lock:
-                    done[entry.path] = noted
-                    tools.write_json(place / PROGRESS, {"files": done})
+                try:
+                    with progress.active(entry):
+                        noted = self._one(place, entry)
+                    if self.share is not None:
+                        self.share.add([entry])
+                    with lock:
+                        done[entry.path] = noted
+                        tools.write_json(place / PROGRESS, {"files": done})
+                except OSError as error:
+                    refusal = hub.disk_refusal(error, entry.path)
+                    if refusal is None:
+                        raise
+                    raise refusal from error
 
-            with concurrent.futures.ThreadPoolExecutor(self.files_at_once) as pool:
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
                 futures = {pool.submit(self._ending(gone, work), entry): entry for entry in todo}
                 for future in concurrent.futures.as_completed(futures):
                     try:
@@ -446,8 +643,11 @@ class _Download:
                         failures[futures[future].path] = refusal
                         say(f"{self.name}: {refusal}")
         if failures:
-            lost = [f for f in failures.values() if isinstance(f, _HubGone)]
+            lost = [f for f in failures.values() if isinstance(f, (hub.DiskFull, hub.HubGone))]
+            lost.sort(key=lambda failure: isinstance(failure, hub.HubGone))
             first = lost[0] if lost else next(iter(failures.values()))
+            if isinstance(first, hub.DiskFull):
+                first = hub.DiskFull(f"{first}; {self._short_of(place, entries, done)}")
             raise Refusal(
                 f"{self.name}: {first}"
                 + (f" ({len(failures)} files failed: {', '.join(sorted(failures))})"
@@ -458,14 +658,25 @@ class _Download:
         return done
 
     @staticmethod
+    def _short_of(place: Path, entries: List[Entry], done: Mapping[str, Any]) -> str:
+        """How much room a full disk lacks."""
+        missing = sum(e.size - on_disk(place, e) for e in entries if e.path not in done)
+        status = os.statvfs(place)
+        free = status.f_bavail * status.f_frsize
+        return (
+            f"{tools.gib(missing)} are still to come to {place}, {tools.gib(free)} are free: make "
+            f"{tools.gib(max(0, missing + SPARE - free))} of room and run again"
+        )
+
+    @staticmethod
     def _ending(gone: threading.Event, work: Callable[[Entry], None]) -> Callable[[Entry], None]:
-        """`work`, which begins nothing more once the hub is gone."""
+        """`work`, which begins nothing more once the hub is gone or the disk is full."""
 
         def ended(entry: Entry) -> None:
             if not gone.is_set():
                 try:
                     work(entry)
-                except _HubGone:
+                except (hub.HubGone, hub.DiskFull):
                     gone.set()
                     raise
 
@@ -477,17 +688,35 @@ class _Download:
         found = ""
         tries = 0
         while tries < 2:
-            if not (path.is_file() and path.stat().st_size == entry.size):
+            if not _whole(path, entry):
                 tries += 1
                 path.unlink(missing_ok=True)
-                self._source().fetch(entry, place)
+                self._fetcher().fetch(entry, place)
+                if not _whole(path, entry):  # whatever the library says
+                    here = tools.gib(on_disk(place, entry))
+                    say(f"{self.name}: {entry.path}: {here} came of {tools.gib(entry.size)}")
+                    if tries < 2:
+                        continue
+                    raise Refusal(
+                        f"{entry.path}: its download ended without an error, and {here} of "
+                        f"{tools.gib(entry.size)} are there: the hub at {self._source().endpoint} "
+                        "or its library is broken; try another hub.endpoint, or run again later"
+                    )
             found = sha256_of(path)
-            if not entry.sha256 or found == entry.sha256:
+            if found == (entry.sha256 or found) and _git_fits(path, entry):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-                return _note(path, found)
+                return _note(path, found, entry)
             path.unlink()
-            say(f"{self.name}: {entry.path}: wrong sha256, fetching it again")
+            say(f"{self.name}: {entry.path}: wrong checksum, fetching it again")
+            if self.fanout is not None:
+                self.fanout.distrust(entry)
+        if not entry.sha256:
+            raise Refusal(
+                f"{entry.path}: is not the file of git id {entry.git} (fetched {tries} times from "
+                f"{self._source().endpoint}); the hub or what lies before it serves wrong bytes: "
+                "try another endpoint"
+            )
         raise Refusal(
             f"{entry.path}: sha256 expected {entry.sha256}, found {found} (fetched {tries} times "
             f"from {self._source().endpoint}); the hub or what lies before it serves wrong bytes: "
@@ -495,17 +724,72 @@ class _Download:
         )
 
 
-def _note(path: Path, checksum: str) -> Dict[str, Any]:
+def _whole(path: Path, entry: Entry) -> bool:
+    return path.is_file() and path.stat().st_size == entry.size
+
+
+def _note(path: Path, checksum: str, entry: Entry) -> Dict[str, Any]:
     status = path.stat()
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": checksum}
+    noted = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": checksum}
+    return {**noted, "git": entry.git} if entry.git else noted
 
 
-def _on_disk(place: Path, entry: Entry) -> int:
-    """Bytes of a file that are here already, whole or partial."""
-    for path in (place / entry.path, place / f"{entry.path}.incomplete"):
-        with contextlib.suppress(OSError):
-            return min(entry.size, path.stat().st_size)
-    return 0
+def _git_fits(path: Path, entry: Entry) -> bool:
+    """Whether a file that has a git id and no sha256 in the listing is the one of this id."""
+    return bool(entry.sha256) or not entry.git or git_id_of(path) == entry.git
+
+
+def git_id_of(path: Path) -> str:
+    """The id that git gives to a file's content."""
+    data = path.read_bytes()  # files with a git id alone are small: larger ones are LFS objects
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _entry(listed: Mapping[str, Any]) -> Entry:
+    """An entry of a frozen listing. Refuses what is none."""
+    try:
+        return Entry(
+            str(listed["path"]),
+            int(listed["size"]),
+            str(listed.get("sha256") or ""),
+            str(listed.get("git") or ""),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise Refusal("the frozen listing is damaged: restore it from version control") from None
+
+
+def digest(entries: Iterable[Entry]) -> str:
+    """One checksum over a listing."""
+    lines = sorted(f"{e.path}\0{e.size}\0{e.sha256 or e.git}\n" for e in entries)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def differences(frozen: Iterable[Entry], others: Mapping[str, Entry], where: str) -> List[str]:
+    """Files that are another elsewhere than in a frozen listing, each with both checksums."""
+    found = []
+    for entry in frozen:
+        other = others.get(entry.path)
+        if other is None:
+            found.append(f"{entry.path}: not there ({where})")
+            continue
+        pairs = [(entry.sha256, other.sha256), (entry.git, other.git)]
+        for mine, its in pairs:
+            if mine and its and mine != its:
+                found.append(f"{entry.path}: frozen {mine}, {where} {its}")
+                break
+        else:
+            if entry.size != other.size:
+                found.append(f"{entry.path}: frozen {entry.size} bytes, {where} {other.size}")
+            elif not any(mine and its for mine, its in pairs) and (entry.sha256 or entry.git):
+                found.append(
+                    f"{entry.path}: frozen {entry.sha256 or entry.git}, {where} without checksum"
+                )
+    return found
+
+
+def _some(texts: List[str]) -> str:
+    more = f" (and {len(texts) - 3} more)" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
 
 
 def _remove_tree(place: Path) -> None:
@@ -546,7 +830,7 @@ def wanted(name: str, listing: Iterable[Entry]) -> Tuple[List[Entry], List[str]]
     entries = [e for e in entries if e.path not in (STAMP, PROGRESS) and ".git/" not in e.path]
     if not any(entry.path.endswith(WEIGHT_SUFFIXES) for entry in entries):
         raise Refusal(f"{name}: the hub lists no weights ({len(entries)} files); check repo")
-    unknown = [entry for entry in entries if not SHA256.fullmatch(entry.sha256)]
+    unknown = [e for e in entries if not SHA256.fullmatch(e.sha256) and not e.git]
     heavy = [entry.path for entry in unknown if entry.path.endswith(WEIGHT_SUFFIXES)]
     if heavy:
         raise Refusal(
@@ -554,167 +838,15 @@ def wanted(name: str, listing: Iterable[Entry]) -> Tuple[List[Entry], List[str]]
             "verified are not served: ask the hub's owner, or use source: path"
         )
     warnings = [f"{e.path}: the hub lists no sha256, its size alone was compared" for e in unknown]
-    return [Entry(e.path, e.size, e.sha256 if e not in unknown else "") for e in entries], warnings
+    return [
+        Entry(e.path, e.size, e.sha256 if e not in unknown else "", e.git) for e in entries
+    ], warnings
 
 
 def _copy(path: str, indexed: bool) -> bool:
     """Whether a file only repeats safetensors weights in another format."""
     consolidated = indexed and re.fullmatch(r"consolidated.*\.safetensors", path) is not None
     return path.endswith(OTHER_FORMATS) or path.startswith("original/") or consolidated
-
-
-class _HubGone(Refusal):
-    """The hub does not answer: no use in asking it for further files."""
-
-
-class _ModelScope:
-    """The modelscope library, set up for this run."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.name = str(settings["name"])
-        self.repo = str(settings["repo"])
-        self.revision = str(settings.get("revision") or "master")
-        state = Path(settings.get("state") or "/var/lib/vllm/weights")
-        proxy = settings.get("proxy") or {}
-        environment = {
-            "MODELSCOPE_CACHE": str(state / "modelscope"),
-            "MODELSCOPE_HOME": str(state / "modelscope"),
-            "MODELSCOPE_LOG_LEVEL": "CRITICAL",
-            "TQDM_DISABLE": "1",
-            # This run holds a lock of its own over the whole directory.
-            "MODELSCOPE_DOWNLOAD_FILE_LOCK": "false",
-            # Off: a probe that only Alibaba Cloud answers.
-            "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",
-            # Parts of one file are written twice, and lost when cut off in the merge; files in
-            # parallel fill a line as well. `parts` turns them on for slow single connections.
-            "MODELSCOPE_DOWNLOAD_PARALLEL_WORKERS": str(int(settings.get("parts") or 1)),
-            # The default ends a file after an hour: 10 GB at less than 2.8 MB/s.
-            "MODELSCOPE_DOWNLOAD_TOTAL_TIMEOUT": str(7 * 86400),
-            "MODELSCOPE_DOWNLOAD_TIMEOUT": "30",
-            "MODELSCOPE_DOWNLOAD_MAX_RETRIES": "4",
-            "MODELSCOPE_API_TIMEOUT": str(ANSWER_SECONDS),
-            "MODELSCOPE_API_MAX_RETRIES": "1",
-        }
-        for key, name in (("http", "http_proxy"), ("https", "https_proxy"), ("no_proxy",) * 2):
-            if proxy.get(key):
-                environment[name] = environment[name.upper()] = str(proxy[key])
-        if settings.get("endpoint"):
-            environment["MODELSCOPE_ENDPOINT"] = str(settings["endpoint"]).rstrip("/")
-        if settings.get("token_file"):
-            token = Path(settings["token_file"]).read_text(encoding="utf-8").strip()
-            environment["MODELSCOPE_API_TOKEN"] = token
-        (state / "modelscope").mkdir(parents=True, exist_ok=True)
-        os.environ.update(environment)  # the library reads them once, when imported
-        try:
-            import modelscope_hub
-            from modelscope_hub import config, errors
-        except ImportError as error:
-            raise Refusal(f"{error}; run this with the tools venv's Python") from None
-        self.errors: Any = errors
-        hub = config.HubConfig()
-        self.api: Any = modelscope_hub.HubApi(config=hub)
-        self.endpoint = str(hub.endpoint)
-
-    def listing(self) -> List[Entry]:
-        """The files of the repository at the revision. One request."""
-        self._reachable()
-        answer: "concurrent.futures.Future[Any]" = concurrent.futures.Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(
-                    self.api.list_repo_files(self.repo, "model", revision=self.revision)
-                )
-            except Exception as error:
-                answer.set_exception(error)
-
-        # In a thread that dies with the process: the library asks four times, and a hub that
-        # accepts and stays silent would hold each of them up to the time-out.
-        threading.Thread(target=ask, daemon=True).start()
-        try:
-            files = answer.result(ANSWER_SECONDS)
-        except concurrent.futures.TimeoutError:
-            silent = TimeoutError(f"no answer for {ANSWER_SECONDS} s")
-            raise self._gone("listing", silent) from None
-        except Exception as error:
-            raise self._refusal(error, "listing") from error
-        return [Entry(f.path, f.size, (f.sha256 or "").lower()) for f in files if not f.is_dir]
-
-    def fetch(self, entry: Entry, place: Path) -> None:
-        """One file into a directory, resumed where it stopped, while the hub gives bytes.
-
-        The library gives up after a number of failures; here a failure after new bytes is
-        followed by another try, since a poor line must not end a download of hours.
-        """
-        while True:
-            before = _on_disk(place, entry)
-            try:
-                self.api.download_file(
-                    self.repo, "model", entry.path, revision=self.revision,
-                    local_dir=str(place), file_size=entry.size,
-                )  # fmt: skip
-                return
-            except Exception as error:
-                refusal = self._refusal(error, entry.path)
-                if not isinstance(refusal, _HubGone) or _on_disk(place, entry) <= before:
-                    raise refusal from error
-            time.sleep(1)
-
-    def _reachable(self) -> None:
-        """Refuse at once where nothing listens, instead of after the library's retries."""
-        url = urllib.parse.urlsplit(self.endpoint)
-        host = url.hostname or ""
-        proxied = urllib.request.getproxies().get(url.scheme)
-        if proxied and not urllib.request.proxy_bypass(host):
-            return
-        port = url.port or (443 if url.scheme == "https" else 80)
-        try:
-            socket.create_connection((host, port), CONNECT_SECONDS).close()
-        except OSError as error:
-            raise self._gone("listing", error) from None
-
-    def _gone(self, what: str, error: BaseException) -> _HubGone:
-        return _HubGone(
-            f"{what}: hub {self.endpoint} does not answer ({_cause(error)}); check hub.endpoint, "
-            "proxy and name resolution on this host, then run again: what was fetched is kept"
-        )
-
-    def _refusal(self, error: BaseException, what: str) -> Exception:
-        """The library's exception in an operator's words."""
-        errors = self.errors
-        at = f"{self.repo} at {self.revision}"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return Refusal(
-                f"{what}: the disk became full; make room and run again, the rest is kept"
-            )
-        if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES):
-            return Refusal(f"{what}: {error.strerror}: {error.filename}")
-        if isinstance(error, errors.NotExistError):
-            return Refusal(
-                f"{what}: hub {self.endpoint} does not know it ({at}); check repo and revision"
-            )
-        if isinstance(error, (errors.AuthenticationError, errors.PermissionDeniedError)):
-            return Refusal(
-                f"{what}: hub {self.endpoint} refuses access to {at}; set hub.token_file to a "
-                "token that may read it"
-            )
-        if isinstance(error, errors.FileSizeMismatchError):
-            return Refusal(
-                f"{what}: the hub's listing and what it sends differ in size ({_cause(error)}); "
-                "the upload is broken or has just changed: pin a tag or commit, or run again later"
-            )
-        if isinstance(error, errors.FileIntegrityError):
-            return Refusal(f"{what}: {_cause(error)}")
-        return self._gone(what, error)
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost cause, short, on one line."""
-    seen = error
-    while seen.__cause__ is not None or seen.__context__ is not None:
-        seen = seen.__cause__ or seen.__context__ or seen
-    text = " ".join(str(seen).split()) or type(seen).__name__
-    return text[:300]
 
 
 class _Progress:
@@ -750,14 +882,16 @@ class _Progress:
 
     def _tick(self) -> None:
         total = sum(entry.size for entry in self.entries)
-        before = {entry.path: _on_disk(self.place, entry) for entry in self.entries}
+        before = {entry.path: on_disk(self.place, entry) for entry in self.entries}
         while not self.ended.wait(TICK_SECONDS):
-            now = {entry.path: _on_disk(self.place, entry) for entry in self.entries}
+            now = {entry.path: on_disk(self.place, entry) for entry in self.entries}
             say(_line(self.name, sum(now.values()), sum(before.values()), total))
             with self.lock:
                 current = list(self.current.values())
             for entry in current:
                 here = now[entry.path]
+                if not here and len(current) > FILES_AT_ONCE:
+                    continue  # waited for
                 if here == entry.size:
                     say(f"{self.name}:   {entry.path}: {tools.gib(here)} here, hashing")
                 else:
@@ -776,188 +910,6 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-@dataclass(frozen=True)
-class Structure:
-    """What looking at the files of a directory found out."""
-
-    architectures: List[str]
-    warnings: List[str]
-
-
-def check_structure(
-    name: str, directory: Path, files: List[str], needs: Iterable[str]
-) -> Structure:
-    """Look at the files without their tensors' data. Refuses with every complaint at once."""
-    complaints: List[str] = []
-    warnings: List[str] = []
-    shards: Dict[str, Dict[str, Any]] = {}
-    for path in files:
-        if _is_lfs_pointer(directory / path):
-            complaints.append(
-                f"{path}: is a Git LFS pointer, not the file; fetch it by the hub's library or "
-                "`git lfs pull`"
-            )
-        elif path.endswith(".safetensors"):
-            try:
-                shards[path] = safetensors_header(directory / path)
-            except ValueError as error:
-                complaints.append(f"{path}: {error}")
-    complaints += _check_index(directory, files, shards)
-    if not any(path.endswith(".safetensors") for path in files):
-        if any(path.endswith((".bin", ".pt", ".pth")) for path in files):
-            warnings.append("weights are pickles (.bin, .pt): loading them can run code")
-        elif any(path.endswith(".gguf") for path in files):
-            complaints.append(
-                "weights are GGUF, for llama.cpp; use the model's safetensors repository"
-            )
-        else:
-            complaints.append("no weights (*.safetensors) in it")
-    architectures: List[str] = []
-    try:
-        architectures = _architectures(directory)
-    except ValueError as error:
-        complaints.append(f"config.json: {error}")
-    wanted_checks = set(needs)
-    if "tokenizer" in wanted_checks and not _has_tokenizer(files):
-        complaints.append(
-            "no tokenizer (tokenizer.json, tokenizer.model, *.tiktoken); every request would fail: "
-            "take a complete repository, or name one with vllm_args: {tokenizer: ...}"
-        )
-    if "chat_template" in wanted_checks:
-        try:
-            if not _has_chat_template(directory, files):
-                complaints.append(
-                    "no chat template (tokenizer_config.json, chat_template.jinja); every chat "
-                    "would be answered 400: give one by vllm_args: {chat-template: ...}, or set "
-                    "task: embed or rerank"
-                )
-        except ValueError as error:
-            complaints.append(str(error))
-    if complaints:
-        text = "\n".join(f"    {complaint}" for complaint in complaints)
-        raise Refusal(f"{name}: {directory}: these weights cannot be served:\n{text}")
-    return Structure(architectures, warnings)
-
-
-def safetensors_header(path: Path) -> Dict[str, Any]:
-    """The header of a safetensors file: tensor to {dtype, shape, data_offsets}.
-
-    ValueError in words when it is none, or is longer or shorter than its header says.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start[:4] == b"GGUF":
-            raise ValueError("is a GGUF file under a wrong name")
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(LARGEST_HEADER, size - 8):
-            raise ValueError(f"is no safetensors file, or cut short ({size} bytes)")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ):
-            raise ValueError("its header is damaged") from None
-    if 8 + length + end != size:
-        raise ValueError(f"is {size} bytes, its header says {8 + length + end}: cut short or mixed")
-    return dict(header)
-
-
-def _check_index(
-    directory: Path, files: List[str], shards: Mapping[str, Mapping[str, Any]]
-) -> List[str]:
-    index = "model.safetensors.index.json"
-    if index not in files:
-        return []
-    try:
-        where = _json(directory / index)["weight_map"]
-        pairs = [(str(tensor), str(shard)) for tensor, shard in where.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{index}: cannot be read ({error})"]
-    complaints = [
-        f"{shard}: is missing, {index} names it"
-        for shard in sorted({shard for _, shard in pairs} - set(files))
-    ]
-    lost = [(tensor, shard) for tensor, shard in pairs
-            if shard in shards and tensor not in shards[shard]]  # fmt: skip
-    if lost:
-        tensor, shard = lost[0]
-        complaints.append(f"{shard}: lacks {tensor} and {len(lost) - 1} more that {index} names")
-    return complaints
-
-
-def unserved(config: Any, engines: Iterable[Mapping[str, Any]]) -> Optional[str]:
-    """Why one of the wanted releases cannot serve a config.json; None where all can, or may.
-
-    Each engine: "known": its architectures; "advice": sentence by other ones; "unknown": the
-    sentence for all the rest, with ARCHITECTURE in it; "pooling": endings of those that it makes
-    of the known ones that end in one of "suffixes".
-    """
-    named = config.get("architectures") if isinstance(config, dict) else None
-    if not isinstance(named, list) or not named or "auto_map" in config:
-        return None  # the code of a custom one comes with the repository
-    for engine in engines:
-        if not any(_serves(engine, str(one)) for one in named):
-            one = str(named[0])
-            sentence = engine["advice"].get(one) or engine["unknown"].replace("ARCHITECTURE", one)
-            return str(sentence)
-    return None
-
-
-def _serves(engine: Mapping[str, Any], one: str) -> bool:
-    """Whether an engine has an architecture, or makes it of another: engine_data.serves."""
-    suffix = next((s for s in engine["pooling"] if one.endswith(s)), "")
-    stem = one[: len(one) - len(suffix)]
-    names = [stem + s for s in engine["suffixes"]] if suffix and stem else []
-    return any(name in engine["known"] for name in [one, *names])
-
-
-def _architectures(directory: Path) -> List[str]:
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError("is missing")
-    config = _json(path)
-    named = config.get("architectures") if isinstance(config, dict) else None
-    if not isinstance(named, list) or not named:
-        raise ValueError("names no architectures")
-    return [str(architecture) for architecture in named]
-
-
-def _has_tokenizer(files: Iterable[str]) -> bool:
-    return any(path in TOKENIZERS or path.endswith((".tiktoken", ".spm")) for path in files)
-
-
-def _has_chat_template(directory: Path, files: Iterable[str]) -> bool:
-    names = set(files)
-    if names & set(TEMPLATES) or any(n.startswith("additional_chat_templates/") for n in names):
-        return True
-    if "tokenizer_config.json" not in names:
-        return False
-    config = _json(directory / "tokenizer_config.json")
-    return isinstance(config, dict) and bool(config.get("chat_template"))
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    if path.stat().st_size > 1024:
-        return False
-    with path.open("rb") as file:
-        return file.read(24) == b"version https://git-lfs."
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name}: is no JSON ({error})") from None
 
 
 if __name__ == "__main__":

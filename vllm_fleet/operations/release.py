@@ -21,6 +21,15 @@ def tools(plan: HostPlan) -> Generator[Script, None, None]:
 
 
 @operation()
+def pruned(plan: HostPlan) -> Generator[Script, None, None]:
+    """Remove the releases and revisions of weights that are kept no longer."""
+    if not plan.prune:
+        host.noop("nothing is kept too long")
+        return
+    yield Script(*installed("prune.py"), "prune", "--settings", "-", order=dict(plan.prune))
+
+
+@operation()
 def built(plan: HostPlan) -> Generator[Script, None, None]:
     """Build the releases that are missing, beside their place, and switch them in."""
     if not plan.missing_releases:

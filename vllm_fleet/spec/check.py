@@ -20,7 +20,9 @@ TAKEN = frozenset({"loaded", "manifest.json", "metrics", "weights"})  # in paths
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
 
-def check_fleet(loaded: Loaded) -> tuple[tuple[Complaint, ...], tuple[Complaint, ...]]:
+def check_fleet(
+    loaded: Loaded, *, locks: bool = True
+) -> tuple[tuple[Complaint, ...], tuple[Complaint, ...]]:
     """Complaints and warnings about everything read for one inventory."""
     found, warnings = Findings(), Findings()
     for layer in loaded.layers:
@@ -34,7 +36,7 @@ def check_fleet(loaded: Loaded) -> tuple[tuple[Complaint, ...], tuple[Complaint,
         _deadlines(found, host)
     _one_rollout(found, loaded)
     _names(found, loaded)
-    check_named_files(found, loaded)
+    check_named_files(found, loaded, locks=locks)
     check_tls(found, warnings, loaded)
     check_engine(found, warnings, loaded)
     if not loaded.inventory.complaints:
@@ -111,6 +113,8 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     if isinstance(ssh, int):
         yield ssh, "sshd", None
     yield NODE_EXPORTER_PORT, "the node exporter", None
+    if "gpu" in groups and settings.fanout.enabled:
+        yield settings.fanout.port, "the fan-out of weights", ("fanout", "port")
     if "gateway" in groups:
         yield settings.gateway.listen, "the gateway", ("gateway", "listen")
         tls = settings.gateway.tls

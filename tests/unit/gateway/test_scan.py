@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 LUA = HERE.parents[2] / "vllm_fleet" / "gateway" / "lua"
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("luajit") is None, reason="needs Debian's luajit and lua-cjson"
+    shutil.which("luajit") is None, reason="needs luajit2 and lua-cjson"
 )
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.gateway.test_scan import HERE, requests
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("luajit") is None, reason="needs Debian's luajit and lua-cjson"
+    shutil.which("luajit") is None, reason="needs luajit2 and lua-cjson"
 )
 
 TEXTS: list[dict[str, Any]] = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ JSON = {"Content-Type": "application/json"}
 SSE = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("luajit") is None, reason="needs Debian's luajit and lua-cjson"
+    shutil.which("luajit") is None, reason="needs luajit2 and lua-cjson"
 )
 
 

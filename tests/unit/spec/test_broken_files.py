@@ -425,14 +425,6 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
             "or name a repository"
         ],
     ),
-    "a source that is not there yet": (
-        "prod",
-        good(("repo: ZhipuAI/GLM-4.5-Air", "repo: ZhipuAI/GLM-4.5-Air\n    source: huggingface")),
-        [
-            "prod.yml:5:13: models.glm.source: huggingface is not supported yet; use modelscope, "
-            "or put the files on every host and use path"
-        ],
-    ),
     "relative directory": (
         "prod",
         good(("ZhipuAI/GLM-4.5-Air", "models/glm\n    source: path")),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.testbed import tiny_models
 from vllm_fleet import engine_data, weights
+from vllm_fleet.onhost import structure
 from vllm_fleet.onhost import weights as onhost
 from vllm_fleet.onhost.tools import Refusal
 from vllm_fleet.onhost.weights import Entry
@@ -104,9 +105,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tiny_models.make(tmp_path / "model", request.param)
 
 
-def check(directory: Path, needs: list[str] = NEEDS) -> onhost.Structure:
+def check(directory: Path, needs: list[str] = NEEDS) -> structure.Structure:
     files = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
-    return onhost.check_structure("tiny", directory, sorted(files), needs)
+    return structure.check_structure("tiny", directory, sorted(files), needs)
 
 
 def test_a_whole_model_passes(model: Path) -> None:
@@ -159,9 +160,53 @@ def _no_template(model: Path) -> None:
     (model / "tokenizer_config.json").write_text("{}")
 
 
+def _config(**changes: object) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def _in_header(change: Callable[[dict[str, dict[str, object]]], None]) -> Callable[[Path], None]:
+    """Change a shard's header, and leave its data and size as they are."""
+
+    def spoil(model: Path) -> None:
+        data = (model / SHARD).read_bytes()
+        length = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        assert len(text) <= length, "the header must not grow"
+        (model / SHARD).write_bytes(data[:8] + text.ljust(length) + data[8 + length :])
+
+    return spoil
+
+
+def _other_shape(header: dict[str, dict[str, object]]) -> None:
+    next(v for k, v in header.items() if k != "__metadata__")["shape"] = [3]
+
+
+def _overlap(header: dict[str, dict[str, object]]) -> None:
+    entries = [v for k, v in header.items() if k != "__metadata__"]
+    entries.sort(key=lambda entry: entry["data_offsets"])  # type: ignore[arg-type, return-value]
+    first, last = entries[1]["data_offsets"]  # type: ignore[misc]
+    entries[1]["data_offsets"] = [first - 2, last]
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
+        (_config(num_hidden_layers=9), "no tensor of layer"),
+        (_config(hidden_size=1), "weights and config.json are of two models"),
+        (_config(vocab_size=7), "embed_tokens.weight is ["),
+        (_in_header(_other_shape), "do not make"),
+        (_in_header(_overlap), "a hole or an overlap at"),
+        (_text("tokenizer.json", "{"), "tokenizer.json: is no JSON"),
+        (_text("tokenizer.json", '{"model": {}}'), "tokenizer.json: holds no vocabulary"),
+        (_text("tokenizer_config.json", "[]"), "tokenizer_config.json: is no JSON object"),
+        (_text("tokenizer.model", "hello"), "neither SentencePiece nor tiktoken"),
+        (_text("qwen.tiktoken", "!!! 0\n"), "qwen.tiktoken: is no list of tokens"),
         (_cut, f"{SHARD}: is "),
         (_grown, "cut short or mixed"),
         (_header, f"{SHARD}: its header is damaged"),
@@ -189,6 +234,32 @@ def test_what_cannot_be_served_is_named(
     with pytest.raises(Refusal) as refusal:
         check(model)
     assert said in str(refusal.value)
+
+
+def test_parts_with_sizes_of_their_own_and_packed_tensors_are_left_alone() -> None:
+    config = {"text_config": {"hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 1}}
+    norm = "layers.0.input_layernorm.weight"
+    shard = {
+        f"model.language_model.{norm}": {"dtype": "BF16", "shape": [8]},
+        f"model.visual.{norm}": {"dtype": "BF16", "shape": [5]},
+        f"mtp.{norm}": {"dtype": "BF16", "shape": [5]},
+        "model.language_model.embed_tokens.weight": {"dtype": "U8", "shape": [64, 1]},
+        "model.embed_tokens_per_layer.weight": {"dtype": "BF16", "shape": [3, 3]},
+    }
+    assert structure.check_shapes(config, {"a": shard}) == []
+    config["text_config"]["hidden_size"] = 4
+    (complaint,) = structure.check_shapes(config, {"a": shard})
+    assert f"a: model.language_model.{norm} is [8], config.json makes it [4]" in complaint
+    other = {"thinker_config": {"text_config": {"hidden_size": 4}}}
+    assert structure.check_shapes(other, {"a": shard}) == []
+    assert structure.check_shapes([], {"a": shard}) == []
+
+
+def test_real_kinds_of_tokenizers_pass(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    (tmp_path / "qwen.tiktoken").write_text("IQ== 0\nIg== 1\n")
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    assert structure.check_tokenizer(tmp_path, [p.name for p in tmp_path.iterdir()]) == []
 
 
 def test_every_complaint_is_made_at_once(model: Path) -> None:
@@ -237,22 +308,22 @@ def test_weights_are_small_numbers_and_the_vocabulary_is_whole(model: Path) -> N
 def test_an_architecture_that_the_release_does_not_know_is_said_as_on_the_operator_s_side() -> None:
     engines = [dict(engine_data.architecture_rules("0.21.0"))]
     for name in ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model"):
-        assert onhost.unserved({"architectures": [name]}, engines) is None
+        assert structure.unserved({"architectures": [name]}, engines) is None
     for name in ("NoSuchForSequenceClassification", "Model", ""):
-        assert onhost.unserved({"architectures": [name]}, engines)
+        assert structure.unserved({"architectures": [name]}, engines)
     unknown = "Glm5NextForConditionalGeneration"
-    assert onhost.unserved({"architectures": [unknown]}, engines) == (
+    assert structure.unserved({"architectures": [unknown]}, engines) == (
         engine_data.architecture_problem("0.21.0", unknown)
     )
     later = sorted(
         engine_data.load("0.33.0").architectures - engine_data.load("0.21.0").architectures
     )[0]
-    assert onhost.unserved({"architectures": [later]}, engines) == (
+    assert structure.unserved({"architectures": [later]}, engines) == (
         engine_data.architecture_problem("0.21.0", later)
     )
     both = [*engines, dict(engine_data.architecture_rules("0.33.0"))]
-    assert "0.21.0" in str(onhost.unserved({"architectures": [later]}, both))
+    assert "0.21.0" in str(structure.unserved({"architectures": [later]}, both))
     custom = {"architectures": [unknown], "auto_map": {"AutoModel": "modeling.X"}}
-    assert onhost.unserved(custom, engines) is None
+    assert structure.unserved(custom, engines) is None
     for broken in (None, [], {}, {"architectures": "Qwen3ForCausalLM"}, {"architectures": []}):
-        assert onhost.unserved(broken, engines) is None
+        assert structure.unserved(broken, engines) is None
