@@ -402,6 +402,14 @@ def _kept(one: PlannedInstance, state: HostState, known: Sequence[Refused]) -> K
     now, record = state.instances.get(one.name, {}), record_of(state, one.name)
     active = state.active(one.unit)
     runs = str(now.get("release") or "")
+    if held := state.held:
+        who, why = held.get("who"), held.get("why")
+        return Kept(
+            runs,
+            f"this host is held by {who}{f' ({why})' if why else ''}: nothing is started there "
+            "until `maintain.py --data do=return`",
+            startable=False,
+        )
     if record.step is not None:
         to = record.cut_off
         return Kept(runs, f"a change to {to} was cut off: run upgrade.py, or rollback.py", False)

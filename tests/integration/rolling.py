@@ -299,7 +299,7 @@ def _write_inventory(bed: Bed, root: Path) -> None:
         "rollout": {
             "canary_hold_seconds": 3,
             "minimum_healthy_seconds": 1,
-            "acceptance": {"probes": 3, "probe_seconds": 10},
+            "acceptance": {"probes": 3, "probe_seconds": 10, "answer_tokens": 32},
         },
         "gateway": {"listen": 80, "hold_seconds": 120, "longest_answer": 600},
         "api_keys": {"file": ".testbed/demo-keys.yml"},

@@ -98,7 +98,6 @@ def test_an_upgrade_loses_no_request_and_keeps_its_order(fleet: RollingFleet) ->
     fleet.wants("0.32.0", Behaviour(tokens_per_second=154))
     with fleet.watched() as watched:
         done = fleet.run("upgrade.py")
-    print(done.stdout)
     assert done.returncode == 0, done.stdout
     assert fleet.releases() == NEW
     kept_serving(watched)
@@ -107,7 +106,7 @@ def test_an_upgrade_loses_no_request_and_keeps_its_order(fleet: RollingFleet) ->
     run = fleet.audit()[-1]["run"]
     lines = fleet.audit(run)
     # The canaries of both pools first, then the others, each as declared.
-    order = ["roll-3/a", "roll-1/c", "roll-1/a", "roll-2/a", "roll-3/b"]
+    order = ["roll-3/a", "roll-1/c", "roll-3/b", "roll-1/a", "roll-2/a"]
     assert [f"{line['host']}/{line['instance']}" for line in lines] == order
     for line in lines:
         rest = line["seconds"] - sum(line["parts"].values())
@@ -162,7 +161,7 @@ def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
         ):
             said = fleet.killed_at("upgrade.py", line, *flags)
             assert "Traceback" not in said
-            refused = fleet.run("upgrade.py", *flags)
+            refused = fleet.run("upgrade.py")
             assert refused.returncode == 1
             (run,) = set(re.findall(r"run (\d{4}-\d{6}-\w{4}), since", refused.stdout))
             flags = ["--data", f"unlock={run}"]
@@ -195,3 +194,39 @@ def test_one_operator_at_a_time_and_a_gateway_that_reloads(fleet: RollingFleet) 
     assert fleet.releases() == dict.fromkeys(INSTANCES, "0.32.1")
     kept_serving(watched)
     assert fleet.answers_while_out(watched) == []
+
+
+def test_a_host_is_rebooted_under_load(fleet: RollingFleet) -> None:
+    host = fleet.bed.host("roll-2")
+    boot = host.sh("cat /proc/sys/kernel/random/boot_id").stdout
+    with fleet.watched() as watched:
+        done = fleet.run("maintain.py", "--limit", "roll-2", "--data", "do=reboot")
+    assert done.returncode == 0, done.stdout
+    assert host.sh("cat /proc/sys/kernel/random/boot_id").stdout != boot
+    kept_serving(watched)
+    assert fleet.answers_while_out(watched) == []
+    assert {name for name in INSTANCES if watched.spells_out(name)} == {"roll-2/a"}
+    # One with the only instance of a pool is left alone.
+    refused = fleet.run("maintain.py", "--limit", "roll-1", "--data", "do=hold")
+    assert refused.returncode == 1
+    assert "nobody else serves pool qwen3-tiny" in refused.stdout
+
+
+def test_a_held_host_is_left_alone_until_it_is_returned(fleet: RollingFleet) -> None:
+    only = ("--limit", "roll-2", "--data")
+    with fleet.watched() as watched:
+        done = fleet.run("maintain.py", *only, "do=hold", "--data", "why=card 3")
+        assert done.returncode == 0, done.stdout
+        unit = fleet.bed.host("roll-2").sh("systemctl is-active vllm@a", check=False).stdout
+        assert unit.strip() == "inactive"
+        done = fleet.run("deploy.py")
+        assert done.returncode == 0, done.stdout
+        assert "this host is held by root (card 3)" in done.stdout
+        unit = fleet.bed.host("roll-2").sh("systemctl is-active vllm@a", check=False).stdout
+        assert unit.strip() == "inactive"
+        done = fleet.run("maintain.py", *only, "do=return")
+        assert done.returncode == 0, done.stdout
+    kept_serving(watched)
+    assert fleet.answers_while_out(watched) == []
+    done = fleet.run("deploy.py")
+    assert "is held" not in done.stdout

@@ -9,8 +9,12 @@ from vllm_fleet.causes.table import Cause, Rank, load
 
 # Colours, and the carriage returns of progress bars that would hide a line in another.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# An exception as Python ends a traceback with it, and what argparse says of a wrong option.
-_ERROR = re.compile(r"(?:^|[ :\])])((?:\w+\.)*\w*(?:Error|Exception): .+|error: .+)$", re.MULTILINE)
+# An exception as Python ends a traceback with it, what argparse says of a wrong option, and what
+# our gate and warm-up end with.
+_ERROR = re.compile(
+    r"(?:^|[ :\])])((?:\w+\.)*\w*(?:Error|Exception): .+|error: .+|(?:FAILED|REFUSED): .+)$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ OWN = {
     "deploy.py": "deploy.py",
     "upgrade.py": "upgrade.py",
     "rollback.py": "rollback.py",
+    "maintain.py": "maintain.py",
     "config.py": "config.py",
     ".gitignore": "gitignore",
     "README.md": "README.md",

@@ -1,4 +1,4 @@
-"""The chapters of deploy.py, upgrade.py and rollback.py, in the order in which they stand there.
+"""The chapters of deploy.py, upgrade.py, rollback.py and maintain.py, in their order there.
 
 Each takes the plan of the host that it runs for, or None where the host gave no facts, and
 calls operations that compare and yield only what differs. Names carry no per-host values:
@@ -24,6 +24,7 @@ from vllm_fleet.placement import write_placement
 from vllm_fleet.plan import HostPlan
 
 __all__ = [
+    "maintain",
     "meet",
     "my_plan",
     "open_gateway",
@@ -94,6 +95,12 @@ def rollback() -> None:
     """The last change undone: every instance back to what served before."""
     if rolling.begun("rollback"):
         python.call(name="Back to what served before", function=rolling.rollback, _run_once=True)
+
+
+def maintain() -> None:
+    """Hosts out of service one after another: rebooted or held, and back."""
+    if rolling.maintained():
+        python.call(name="Out of service and back", function=rolling.maintain, _run_once=True)
 
 
 def watch(plan: HostPlan | None) -> None:

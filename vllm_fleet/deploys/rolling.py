@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from gevent.lock import RLock
 from pyinfra import inventory, logger, state
@@ -22,6 +22,7 @@ from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Holder, Lock, Locked, lock_host, operator, unlocked
+from vllm_fleet.rollout.maintain import DO, Care, Do, Member
 from vllm_fleet.rollout.policy import Rollout, Standing, Version, plan_rollout
 from vllm_fleet.rollout.roll import Roll, Target
 from vllm_fleet.rollout.state import goes_back, record_of, refusals, standing
@@ -78,13 +79,79 @@ def rollback(state: State, host: Host) -> bool:
     return _roll(state, "rollback")
 
 
+def maintained() -> bool:
+    """Whether there is a host to be cared for; which, is told once, also by `--dry`.
+
+    Raises DeployError where it is not said what to do with it.
+    """
+    with _said:
+        key = id(state.inventory)
+        if key not in _begun:
+            do, members = _asked("do"), _cared_for()
+            if do not in DO:
+                raise DeployError(
+                    f"nothing was changed: say what to do: --data do={' or '.join(DO)}"
+                    + (f", not {do!r}" if do else "")
+                )
+            if not members:
+                raise DeployError("nothing was changed: no host of group gpu takes part")
+            names = ", then ".join(
+                f"{host} ({', '.join(one.name for one in ours) or 'no instances'})"
+                for host, ours in members.items()
+            )
+            logger.info("%s: %s", do, names)
+            _begun[key] = True
+        return _begun[key]
+
+
+def maintain(state: State, host: Host) -> bool:
+    """Hosts out of service and back, one after another."""
+
+    def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
+        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), _asked("why"))
+        return care.run(cast(Do, _asked("do")))
+
+    return _locked(state, "maintain.py", do)
+
+
+def _cared_for() -> dict[str, list[Member]]:
+    """The GPU hosts that take part in this run, and their instances."""
+    names = {one.name for one in taking_part()}
+    return {
+        spec.name: [
+            Member(
+                host=spec.name,
+                name=one.name,
+                pool=one.model,
+                port=one.port,
+                task=spec.settings.models[one.model].task,
+                tools=False,
+                start_seconds=spec.settings.start_seconds,
+                drain_seconds=spec.settings.drain_seconds,
+            )
+            for one in spec.instances
+        ]
+        for spec in read_spec()[0].group("gpu")
+        if spec.name in names
+    }
+
+
 def _roll(state: State, mode: Mode) -> bool:
-    """All of it, below the lock; False where it failed, with everything said.
+    """All of a rollout; False where it failed, with everything said."""
+
+    def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
+        return _below_lock(mode, reached, gateways, lock)
+
+    return _locked(state, f"{mode}.py", do)
+
+
+def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
+    """Do something below the lock of the fleet; False where it failed, with everything said.
 
     pyinfra books the result on the host that carries this call: the lines name the real one.
     """
     fleet = read_spec()[0]
-    holder = Holder(f"{mode}.py")
+    holder = Holder(what)
     reached = Reached(state, Path(fleet.root), holder.run)
     gateways = [one.name for one in fleet.group("gateway")]
     place = lock_host(fleet)
@@ -104,7 +171,7 @@ def _roll(state: State, mode: Mode) -> bool:
         if run := _asked("unlock"):
             reached.say(unlocked(reached, place, run))
         with Lock(reached, place, holder) as lock:
-            return _below_lock(mode, reached, gateways, lock)
+            return do(reached, gateways, lock)
     except (Failed, Locked, DeployError) as error:
         logger.error(f"{error}")
         return False

@@ -610,6 +610,7 @@ def main() -> None:
         },
         "instances": instances(),
         "rollout": rollout(),
+        "held": read_json(f"{STATE}/_rollout/held.json") or {},
         "texts": {path: read(path) for path in asked["texts"]},
         **{name: found if found is not None else {} for name, found in slow.items()},
     }

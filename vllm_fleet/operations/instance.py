@@ -11,7 +11,7 @@ from vllm_fleet.causes import Rank, last_error, match
 from vllm_fleet.operations.remote import Script, inline
 from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
-from vllm_fleet.rollout.hosts import CAUSE
+from vllm_fleet.rollout.hosts import CAUSE, LINE
 
 JOURNAL = "journal "
 FAILED = "failed "
@@ -71,7 +71,7 @@ def explained(where: str, lines: Iterable[str]) -> list[str]:
         for one in found[:1]:
             told += [
                 f"{CAUSE}{one.cause} ({one.id})",
-                f"  log line: {one.line}",
+                f"{LINE}{one.line}",
                 f"  remedy: {one.remedy}",
             ]
         if not found:

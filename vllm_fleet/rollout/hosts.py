@@ -12,12 +12,14 @@ Json = dict[str, Any]
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "ledger": ("ledger",),
     "switch": ("ledger", "apply", "gate/before_start", "instances", "switch"),
+    "care": ("ledger", "apply", "gate/before_start", "instances", "switch", "care"),
     "gateways": ("gateways",),
     "probe": ("probe",),
     "rehearse": ("rehearse",),
 }
 RESULT, REFUSED, JOURNAL = "result ", "refused ", "journal "
-CAUSE = "  cause: "  # before a cause in what an operator is told of a log
+# Before a cause, and the line that tells of it, in what an operator is told of a log.
+CAUSE, LINE = "  cause: ", "  log line: "
 
 
 class Failed(Exception):

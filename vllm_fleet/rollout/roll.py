@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from vllm_fleet.rollout import acceptance
 from vllm_fleet.rollout.audit import MEANING, Change, Result, run_mark
-from vllm_fleet.rollout.hosts import CAUSE, JOURNAL, Failed, Hosts, Json
+from vllm_fleet.rollout.hosts import CAUSE, JOURNAL, LINE, Failed, Hosts, Json
 from vllm_fleet.rollout.lock import Lock, Locked, recorded
 from vllm_fleet.rollout.policy import Rollout, Standing, Step, Version, Wave, allowed_out
 from vllm_fleet.spec.model import Rollout as Settings
@@ -465,7 +465,10 @@ class _Move:
         told = self.roll.explain(self.host, [*marked, f"failed {self.name} | its log says"])
         for line in told:
             self.hosts.say(line)
-        causes = [line[len(CAUSE) :] for line in told if line.startswith(CAUSE)]
+        # The log's own words where they are told, else ours.
+        causes = [
+            line[len(mark) :] for mark in (LINE, CAUSE) for line in told if line.startswith(mark)
+        ]
         saved = self.hosts.save(f"{self.host}-{self.name}.log".replace("/", "_"), lines)
         return saved, causes[0] if causes else ""
 

@@ -109,6 +109,9 @@ def standing(
     runs = None
     if active:
         runs = Version(str(now.get("release") or "?"), str(now.get("running") or "?"))
+    if state.held:
+        # Left alone, and missing in its pool.
+        return Standing(host, name, pool, wanted, wanted, serving=False)
     seconds = now.get("start_seconds")
     return Standing(
         host=host,

@@ -127,4 +127,6 @@ def test_the_last_error_in_words_of_its_own_is_told() -> None:
     own = "(EngineCore pid=7) ERROR 11-02 [core.py:1] ValueError: the moon is too bright\n"
     assert last_error(BOOT + own + LAST_LINES) == "ValueError: the moon is too bright"
     assert last_error("vllm: error: the moon is up\n" + LAST_LINES) == ("error: the moon is up")
+    ours = "warmup: air-a: FAILED: warm-up request `chat`: /v1/chat answered 500\n"
+    assert last_error(ours + LAST_LINES).endswith("`chat`: /v1/chat answered 500")
     assert last_error(BOOT + LAST_LINES) == ""

@@ -70,6 +70,10 @@ class FakeFleet:
         self.errors: dict[str, int] = {}  # requests of 100 that fail
         self.before: Callable[[str, str, str], None] = lambda host, action, name: None
         self.most_out: dict[str, int] = {}
+        self.held: dict[str, Json] = {}
+        self.boots: dict[str, int] = {}
+        self.gone: dict[str, int] = {}  # by host: questions for its boot that get no answer
+        self.stays_up = False  # whether a reboot that was asked for does not come
         self._guard = threading.RLock()
 
     def say(self, text: str) -> None:
@@ -262,6 +266,47 @@ class FakeFleet:
             "ok": order["release"] not in self.no_start or "late" in order,
             "why": "no such option",
         }
+
+    # --- maintenance of a host
+
+    def care_halt(self, host: str, order: Json) -> Json:
+        one = self._one(host, order)
+        if one.step is not None:
+            raise Failed(f"{host}: a change of its version was cut off")
+        for drained in self.drained.values():
+            assert one.id in drained or not one.ready, "stopped while it served"
+        served, one.ready = one.ready, False
+        return {"served": served}
+
+    def care_resume(self, host: str, order: Json) -> Json:
+        one = self._one(host, order)
+        assert one.runs is not None
+        if one.runs.release in self.no_start:
+            return {"ok": False, "why": "failed to start (exit-code, 2 tries)"}
+        one.ready = True
+        one.starts.append(one.runs.release)
+        return {"ok": True, "probe": PROBE, "good_figures": {}, "figures": {}}
+
+    def care_hold(self, host: str, order: Json) -> Json:
+        self.held[host] = order["held"]
+        return {}
+
+    def care_unhold(self, host: str, order: Json) -> Json:
+        self.held.pop(host, None)
+        return {}
+
+    def care_reboot(self, host: str, order: Json) -> Json:
+        assert all(not one.ready for one in self.instances.values() if one.host == host)
+        if not self.stays_up:
+            self.boots[host] = self.boots.get(host, 0) + 1
+            self.gone[host] = 3
+        return {}
+
+    def care_boot(self, host: str, order: Json) -> Json:
+        if self.gone.get(host):
+            self.gone[host] -= 1
+            raise Failed(f"{host}: connection lost")
+        return {"boot": str(self.boots.get(host, 0))}
 
     # --- for the policy
 
