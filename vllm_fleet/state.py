@@ -38,6 +38,7 @@ class HostState:
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)
     rollout: dict[str, dict[str, Any]] = field(default_factory=dict)  # record by instance
     held: dict[str, Any] = field(default_factory=dict)  # who keeps this host out of service
+    lock: dict[str, Any] = field(default_factory=dict)  # who changes the fleet; one host's
     texts: dict[str, str | None] = field(default_factory=dict)  # of files of others, by path
     cmdline: str = ""  # of the kernel
     uptime_s: int = 0

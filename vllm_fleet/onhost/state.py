@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 OPT = "/opt/vllm"
@@ -511,6 +512,14 @@ def rollout() -> Dict[str, Dict[str, Any]]:
     return found
 
 
+def lock() -> Dict[str, Any]:
+    """Who changes the fleet, where this host has its lock, and for how long nothing was heard."""
+    held = read_json(f"{STATE}/_rollout/lock.json")
+    if not isinstance(held, dict):
+        return {}
+    return {**held, "silent": max(0, int(time.time() - float(held.get("beat") or 0)))}
+
+
 def weights() -> Dict[str, Dict[str, Any]]:
     """What each stamp of verified weights says, by its path, and whether the files still match.
 
@@ -611,6 +620,7 @@ def main() -> None:
         "instances": instances(),
         "rollout": rollout(),
         "held": read_json(f"{STATE}/_rollout/held.json") or {},
+        "lock": lock(),
         "texts": {path: read(path) for path in asked["texts"]},
         **{name: found if found is not None else {} for name, found in slow.items()},
     }

@@ -78,9 +78,13 @@ class Care:
                     self._reboot(host)
                 if do != "hold":
                     self._back(host)
-            except (
-                Exception
-            ) as error:  # also a fault of ours: the rest is told, the lock given back
+            except _Untouched as error:
+                self._record(host, do, "failed", str(error))
+                self.hosts.say(f"{host}: nothing was changed: {error}")
+                self._let_in(host)
+                self._tell(rest)
+                return False
+            except Exception as error:  # ours too: the rest is told, the lock given back
                 self._record(host, do, "stuck", str(error))
                 self.hosts.say(f"{host}: {error}")
                 self._tell(rest)
@@ -120,7 +124,6 @@ class Care:
                 one.id for one in members if known.get(one.id, {}).get("draining")
             }
         self.hosts.say(f"{host}: out of service: {', '.join(one.name for one in members)}")
-        self.taken_out = {one.id for one in members}
         self.taken_out = {one.id for one in members}
         if members:
             for gateway in self.gateways:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,10 @@ def answers() -> dict[str, dict[str, Any]]:
         "switch journal": {"lines": ["ValueError: No available memory for the cache blocks"]},
         "probe probe": PROBE,
         "rehearse rehearse": {"ok": True},
+        "care halt": {"served": True},
+        "care hold": {},
+        "care unhold": {},
+        "care resume": {"ok": True, "probe": PROBE, "good_figures": {}, "figures": {}},
     }
     return {"*": {what: result(one) for what, one in found.items()}}
 
@@ -154,7 +158,7 @@ class Operator:
     def __post_init__(self) -> None:
         for folder in ("inventory", "group_vars"):
             (self.root / folder).mkdir()
-        for name in ("upgrade.py", "rollback.py", "deploy.py", "config.py"):
+        for name in ("upgrade.py", "rollback.py", "maintain.py", "deploy.py", "config.py"):
             (self.root / name).write_text((REPO / name).read_text())
         self.wants(VARS)
         self.states = {name: state(hostname=name) for name in (*HOSTS, GATEWAY)}
@@ -389,6 +393,60 @@ def test_the_only_instance_that_starts_too_slowly_is_refused_before_anything(
     assert "nothing was changed" in done.stderr
     assert "Starting operation" not in done.stderr
     assert operator.did() == []
+
+
+def test_a_host_is_held_and_returned_with_the_gateway_outside_the_limit(
+    operator: Operator,
+) -> None:
+    only = ("--limit", "@fake/gpu-1", "-y", "--data")
+    done = operator.run("maintain.py", *only, "do=hold", "--data", "why=card 3")
+    assert done.returncode == 0, done.stderr
+    mine = [line for line in operator.did() if "ledger" not in line]
+    assert mine == [
+        "gw-1 gateways status",
+        "gw-1 gateways drain",
+        "gpu-1 care halt",
+        "gpu-1 care hold",
+    ]
+    done = operator.run("maintain.py", *only, "do=return")
+    assert done.returncode == 0, done.stderr
+    mine = [line for line in operator.did() if "ledger" not in line]
+    assert mine == [
+        "gpu-1 care unhold",
+        "gpu-1 care resume",
+        "gpu-1 switch watch",
+        "gpu-1 probe probe",
+        "gw-1 gateways undrain",
+    ]
+
+
+def test_maintenance_wants_to_be_told_what_to_do(operator: Operator) -> None:
+    for flags in ((), ("--data", "do=reinstall")):
+        done = operator.run("maintain.py", "-y", *flags)
+        assert done.returncode == 1
+        assert "--data do=reboot or hold or return" in done.stderr
+        assert operator.did() == []
+
+
+def test_a_held_host_is_left_alone_by_deploy_and_upgrade(operator: Operator) -> None:
+    units = {**operator.states["gpu-3"].units, "vllm@a.service": unit("inactive")}
+    held = {"who": "ann", "why": "card 3"}
+    operator.states["gpu-3"] = replace(operator.states["gpu-3"], held=held, units=units)
+    done = operator.run("deploy.py", "-y")
+    assert done.returncode == 0, done.stderr
+    assert "this host is held by ann (card 3)" in done.stderr
+    assert operator.did() == []
+    # Its pool misses it: nobody else of it is taken out, unless told.
+    operator.wants(VARS.replace("0.31.0", "0.32.0"))
+    done = operator.run("upgrade.py", "-y")
+    assert done.returncode == 1
+    assert "@fake/gpu-3/a of it does not serve" in done.stderr
+    assert operator.did("switch switch") == []
+    operator.wants(
+        VARS.replace("0.31.0", "0.32.0").replace("rollout: {", "rollout: {most_out: 2, ")
+    )
+    done = operator.run("upgrade.py", "-y")
+    assert operator.did("switch switch") == ["gpu-1 switch switch", "gpu-2 switch switch"]
 
 
 BAD = {"release": "0.32.0-open", "checksum": "x", "why": "3 times slower", "by_release": True}

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,9 @@ def test_an_instance_as_the_policy_looks_at_it() -> None:
     assert odd.runs == Version("?", "?")  # it runs, whatever it is
     gone = standing(state(instances={"a": now}), "gpu-1", "a", "glm", NEW, ())
     assert (gone.runs, gone.serving) == (None, False)
+    # Of a host that is held nothing changes, and its pool misses it.
+    held = standing(replace(there, held={"who": "ann"}), "gpu-1", "a", "glm", NEW, ())
+    assert (held.as_wanted, held.counts) == (True, False)
 
 
 def test_a_refused_version_can_be_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
