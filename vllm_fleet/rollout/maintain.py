@@ -60,6 +60,7 @@ class Care:
     why: str = ""  # the operator's own words
     sleep: Callable[[float], None] = time.sleep
     drained_before: set[str] = field(default_factory=set)  # by hand: they stay so
+    before: dict[str, Json] = field(default_factory=dict)  # what the probe found, by instance
     taken_out: set[str] = field(default_factory=set)  # of the host whose turn it is
 
     def run(self, do: Do) -> bool:
@@ -71,7 +72,7 @@ class Care:
             try:
                 self.lock.check()
                 if do != "return":
-                    self._out(host)
+                    self._out(host, measured=do == "reboot")
                 if do == "hold":
                     self._hold(host)
                 elif do == "reboot":
@@ -100,12 +101,15 @@ class Care:
 
     # --- out
 
-    def _out(self, host: str) -> None:
+    def _out(self, host: str, *, measured: bool) -> None:
         """Out of every pool, nothing in flight, stopped. Raises _Untouched before any stop."""
         members = self.members[host]
         self.taken_out = set()
         try:
-            self._drained(host, members)
+            known = self._drained(host, members)
+            for one in members if measured else ():
+                if known.get(one.id, {}).get("ready"):
+                    self.before[one.id] = self._probe(one)
         except Failed as error:
             raise _Untouched(str(error)) from None
         for number, one in enumerate(members):
@@ -115,8 +119,9 @@ class Care:
             except Failed as error:
                 raise (Failed if number else _Untouched)(str(error)) from None
 
-    def _drained(self, host: str, members: Sequence[Member]) -> None:
-        """Out of every pool, nothing in flight. Raises Failed."""
+    def _drained(self, host: str, members: Sequence[Member]) -> Mapping[str, Json]:
+        """Out of every pool, nothing in flight; as gateways knew them before. Raises Failed."""
+        known: Mapping[str, Json] = {}
         for gateway in self.gateways:
             known = self.hosts.ask(gateway, "gateways", {"action": "status"})["instances"]
             self._room(gateway, members, known)
@@ -140,6 +145,7 @@ class Care:
                     self.hosts.say(
                         f"{host}: {found['in_flight']} requests still run after drain_seconds"
                     )
+        return known
 
     def _let_in(self, host: str) -> None:
         """What was taken out, and not stopped, back where it was. A lost gateway is told."""
@@ -241,7 +247,22 @@ class Care:
         if not watched["ok"]:
             raise Failed(f"{one.id}: {watched['why']}: {again}")
         limits = self.settings.acceptance
-        asked = {
+        old, new = self.before.get(one.id) or found.get("probe"), self._probe(one)
+        findings = acceptance.judge(old, new, limits)
+        if acceptance.too_slow(findings):
+            new = acceptance.better(new, self._probe(one))
+            findings = acceptance.judge(old, new, limits)
+        findings += acceptance.judge_memory(
+            found.get("good_figures"), found.get("figures") or {}, limits
+        )
+        for finding in findings:
+            self.hosts.say(f"{one.id}: {finding}")
+        if why := acceptance.refused(findings):
+            raise Failed(f"{one.id}: {why}: {again}")
+
+    def _probe(self, one: Member) -> Json:
+        limits = self.settings.acceptance
+        order = {
             "instance": one.name,
             "port": one.port,
             "model": one.pool,
@@ -251,18 +272,7 @@ class Care:
             "answer_tokens": limits.answer_tokens,
             "seconds": limits.probe_seconds,
         }
-        old, new = found.get("probe"), self.hosts.ask(one.host, "probe", asked)
-        findings = acceptance.judge(old, new, limits)
-        if acceptance.too_slow(findings):
-            new = acceptance.better(new, self.hosts.ask(one.host, "probe", asked))
-            findings = acceptance.judge(old, new, limits)
-        findings += acceptance.judge_memory(
-            found.get("good_figures"), found.get("figures") or {}, limits
-        )
-        for finding in findings:
-            self.hosts.say(f"{one.id}: {finding}")
-        if why := acceptance.refused(findings):
-            raise Failed(f"{one.id}: {why}: {again}")
+        return self.hosts.ask(one.host, "probe", order)
 
     def _record(self, host: str, do: Do, result: str, why: str) -> None:
         holder = self.lock.holder

@@ -54,6 +54,7 @@ def test_hosts_are_rebooted_one_after_another_and_no_pool_misses_more_than_one()
         "gw2 status",
         "gw drain",
         "gw2 drain",
+        "g1 probe",
         "g1 halt",
         "g1 unhold",
         "g1 resume",
@@ -122,7 +123,12 @@ def test_a_drain_by_hand_stays() -> None:
 )
 def test_what_comes_back_worse_stays_out_of_its_pool(probe: dict[str, Any], why: str) -> None:
     hosts = fleet()
-    hosts.probes["0.31"] = probe
+
+    def spoil(host: str, action: str, name: str) -> None:
+        if action == "reboot":
+            hosts.probes["0.31"] = probe
+
+    hosts.before = spoil
     assert not care(hosts, "reboot", "g1", "g2")
     assert hosts.drained["gw"] == {"g1/a"}
     told = "\n".join(hosts.said)
