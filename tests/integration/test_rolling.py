@@ -65,7 +65,13 @@ WORSE = {
 }
 
 
-@pytest.mark.parametrize("how", WORSE)
+# The others need longer than CI has.
+QUICK = ("does not start", "half the KV", "an option less")
+
+
+@pytest.mark.parametrize(
+    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.long) for how in WORSE]
+)
 def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet, how: str) -> None:
     behaviour, cause = WORSE[how]
     version = f"0.31.{1 + [*WORSE].index(how)}"
@@ -148,10 +154,10 @@ def test_rollback_is_one_command_and_deploy_leaves_it_so(fleet: RollingFleet) ->
 # --- cut off -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
-    release = fleet.record(INSTANCES[0])["refused"][-1]["release"]
-    assert release.startswith("0.32.0")
-    flags = ["--data", f"clear={release}"]
+    fleet.wants("0.32.2")
+    flags: list[str] = []
     with fleet.watched() as watched:
         for line in (
             r"a: stopped",
@@ -167,15 +173,17 @@ def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
             flags = ["--data", f"unlock={run}"]
         done = fleet.run("upgrade.py", *flags)
     assert done.returncode == 0, done.stdout
-    assert fleet.releases() == NEW
+    assert fleet.releases() == dict.fromkeys(INSTANCES, "0.32.2")
     assert not watched.load.bad, told(watched.load.bad)
+    assert len(watched.load.answers) > 100
     assert fleet.answers_while_out(watched) == []
     assert watched.most_out(MANY) == 1
     assert all(fleet.record(name)["step"] is None for name in INSTANCES)
 
 
+@pytest.mark.long
 def test_one_operator_at_a_time_and_a_gateway_that_reloads(fleet: RollingFleet) -> None:
-    fleet.wants("0.32.1")
+    fleet.wants("0.32.3")
     gateway = fleet.bed.host("roll-gw")
     with fleet.watched() as watched:
         first = fleet.operator.start("upgrade.py", inventory="rolling")
@@ -191,7 +199,7 @@ def test_one_operator_at_a_time_and_a_gateway_that_reloads(fleet: RollingFleet) 
     assert second is not None
     assert second.returncode == 1
     assert "this fleet is being changed by" in second.stdout
-    assert fleet.releases() == dict.fromkeys(INSTANCES, "0.32.1")
+    assert fleet.releases() == dict.fromkeys(INSTANCES, "0.32.3")
     kept_serving(watched)
     assert fleet.answers_while_out(watched) == []
 
