@@ -36,7 +36,8 @@ check: $(VENV)/.ready check-code ## Lint, types, unit tests: under a minute, no 
 
 .PHONY: test
 test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check, and tests on real hosts
-	$(SUDO) $(PY) -m pytest -m 'not long' tests
+	$(SUDO) $(PY) -m pytest -q -n 2 -m 'not integration and not long' tests/unit
+	$(SUDO) $(PY) -m pytest -m 'not long' tests/integration tests/unit/monitoring/test_live.py
 
 .PHONY: test-long
 test-long: $(VENV)/.ready ## What is too long for CI
