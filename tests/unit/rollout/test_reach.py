@@ -41,6 +41,7 @@ def test_every_script_runs_alone_on_a_host(script: str, tmp_path: Path) -> None:
     said = {
         "ledger": "refused 'nothing' is none of lock, beat",
         "switch": "refused a: 'nothing' is none of stage, begin",
+        "care": "refused a: 'nothing' is none of halt, resume",
         "gateways": "refused 'nothing' is none of status, drain",
         "probe": 'result {"asked": 1, "failures": [{"name": "timed embeddings"',
         "rehearse": 'result {"ok": false, "why": "no command line in its start script"',
