@@ -12,7 +12,8 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # An exception as Python ends a traceback with it, what argparse says of a wrong option, and what
 # our gate and warm-up end with.
 _ERROR = re.compile(
-    r"(?:^|[ :\])])((?:\w+\.)*\w*(?:Error|Exception): .+|error: .+|(?:FAILED|REFUSED): .+)$",
+    r"(?:^|[ :\])])((?:\w+\.)*\w*(?:Error|Exception): .+|error: .+|"
+    r"(?:FAILED|REFUSED): (?!vLLM ended).+)$",
     re.MULTILINE,
 )
 

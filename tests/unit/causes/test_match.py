@@ -129,4 +129,8 @@ def test_the_last_error_in_words_of_its_own_is_told() -> None:
     assert last_error("vllm: error: the moon is up\n" + LAST_LINES) == ("error: the moon is up")
     ours = "warmup: air-a: FAILED: warm-up request `chat`: /v1/chat answered 500\n"
     assert last_error(ours + LAST_LINES).endswith("`chat`: /v1/chat answered 500")
+    # What only points upwards is not the cause.
+    points = "warmup: air-a: FAILED: vLLM ended during its start; its own lines above say why\n"
+    assert last_error(own + points + LAST_LINES) == "ValueError: the moon is too bright"
+    assert match(own + points + LAST_LINES)[0].rank is Rank.GENERIC
     assert last_error(BOOT + LAST_LINES) == ""
