@@ -49,7 +49,7 @@ def kept_serving(watched: Watched) -> None:
     assert len(watched.load.answers) > 20
     assert not watched.load.bad, told(watched.load.bad)
     assert len(watched.seen) > 20
-    assert watched.most_out(MANY) == 1
+    assert watched.most_out(MANY) <= 1
 
 
 # --- worse ---------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
     assert not watched.load.bad, told(watched.load.bad)
     assert len(watched.load.answers) > 100
     assert fleet.answers_while_out(watched) == []
-    assert watched.most_out(MANY) == 1
+    assert watched.most_out(MANY) <= 1
     assert all(fleet.record(name)["step"] is None for name in INSTANCES)
 
 
