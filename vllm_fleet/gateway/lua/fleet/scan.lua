@@ -101,6 +101,20 @@ local function skip_space(p, at)
   return at
 end
 
+local in_word = ffi.new("bool[256]")  -- what numbers, true, false and null are made of
+for c = 0, 255 do
+  in_word[c] = find(string.char(c), "^[%w+.-]") ~= nil
+end
+
+-- Position of the last byte of the number, true, false or null at `at`, or nil where there is none.
+local function word_end(p, at)
+  local last = at
+  while in_word[p[last]] do
+    last = last + 1
+  end
+  return last > at and last - 1 or nil
+end
+
 -- Position of the bracket that closes the one at `open`, or nil.
 local function nested_end(body, p, open)
   local depth, at, size = 0, open, #body
@@ -479,8 +493,7 @@ function M.request(body)
         last = nested_end(body, p, at)
       end
     else
-      local _
-      _, last = find(body, "^[%w+.-]+", at)
+      last = word_end(p, at)
       if how then
         parts[name] = nil
       end

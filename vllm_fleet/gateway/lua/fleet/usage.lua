@@ -21,18 +21,18 @@ local MEDIUM = 1000  -- of an image or a sound, whose size is not looked at
 local LONGEST_HIDDEN, LONGEST_READ = 65536, 8388608
 local LONGEST_USAGE = 8192
 
--- What each path below /v1/ costs: whether it writes an answer, takes `stream_options`, is free.
+-- What each path costs: whether it writes an answer, takes `stream_options`, is free.
 local PATHS = {
-  ["chat/completions"] = {writes = true, options = true},
-  ["completions"] = {writes = true, options = true},
-  ["messages"] = {writes = true},
-  ["responses"] = {writes = true},
-  ["messages/count_tokens"] = {free = true},
+  ["/v1/chat/completions"] = {writes = true, options = true},
+  ["/v1/completions"] = {writes = true, options = true},
+  ["/v1/messages"] = {writes = true},
+  ["/v1/responses"] = {writes = true},
+  ["/v1/messages/count_tokens"] = {free = true},
 }
 local OTHER = {}
 
 local function path_of(uri)
-  return PATHS[uri:match("/v1/(.+)$") or ""] or OTHER
+  return PATHS[uri] or PATHS[uri:match("/v1/.+$") or ""] or OTHER
 end
 
 -- Tokens to charge for a request before it is answered: all, and those of the prompt.
