@@ -282,6 +282,10 @@ end
 -- largest: the engine knows it.
 local classes = setmetatable({}, {__mode = "k"})
 
+local function shorter(a, b)
+  return a.length < b.length
+end
+
 local function classes_of(pool)
   local known = classes[pool]
   if not known then
@@ -301,7 +305,7 @@ local function classes_of(pool)
         instance.adapters[name] = true
       end
     end
-    table.sort(known, function(a, b) return a.length < b.length end)
+    table.sort(known, shorter)
     for k, class in ipairs(known) do
       class.queue = M.queue_name(pool, k)
     end

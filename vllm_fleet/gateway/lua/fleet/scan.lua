@@ -72,6 +72,10 @@ local BINARY = {
 -- before the body, so that p[1] is its first.
 local function string_end(body, p, open)
   local from = open + 1
+  local first_quote = find(body, '"', from, true)
+  if not first_quote or p[first_quote - 1] ~= 92 then
+    return first_quote
+  end
   while true do
     local quote = find(body, '"', from, true)
     if not quote then
@@ -93,7 +97,13 @@ local function string_end(body, p, open)
 end
 
 local function skip_space(p, at)
+  -- Nearly always there is none or one. Without the loop a caller's own is compiled whole.
   local c = p[at]
+  if c > 32 then
+    return at
+  elseif c == 32 and p[at + 1] > 32 then
+    return at + 1
+  end
   while c == 32 or c == 10 or c == 13 or c == 9 do
     at = at + 1
     c = p[at]

@@ -174,6 +174,46 @@ local function walk(s, text)
   end
 end
 
+-- Read an answer that is here as a whole. The last "usage" in it is most probably the one: what
+-- lies between it and the end tells whether it stands at the top level. Returns false where that
+-- is not plain to see; then walk() reads it.
+local function whole(s, text)
+  local from, at = nil, find(text, '"usage"', 1, true)
+  if not at then
+    return true  -- nor within a string: its quotes would be escaped there
+  end
+  while at do
+    from, at = at, find(text, '"usage"', at + 7, true)
+  end
+  local _, last, flat = find(text, "^%s*:%s*({[^{}]*})", from + 7)
+  local ok, usage = pcall(cjson.decode, flat)
+  if not ok then
+    return false
+  end
+  -- After it, only the object that it stands in may end.
+  local depth, p, size = 1, ffi.cast("const uint8_t *", text) - 1, #text
+  at = last + 1
+  while at <= size do
+    local c = p[at]
+    if c == 34 then
+      at = find(text, '"', at + 1, true)
+      if not at or p[at - 1] == 92 then
+        return false
+      end
+    elseif c == 123 or c == 91 then
+      depth = depth + 1
+    elseif c == 125 or c == 93 then
+      depth = depth - 1
+    end
+    at = at + 1
+  end
+  if depth ~= 0 then
+    return false
+  end
+  note(s, {usage = usage})
+  return true
+end
+
 -- Look at one event of a stream that holds the word "usage". Whether the client must not see it.
 local function is_ours(s, event)
   local ok, value = pcall(cjson.decode, event:match("data: ?({.*})%s*$"))
@@ -238,17 +278,19 @@ end
 -- Header filter of an instance's answer. `hide`: whether usage was asked for by us alone.
 function M.head(hide)
   local s = {hide = hide, events = 0}
-  local kind = ngx.header["Content-Type"]
-  if ngx.status ~= 200 or not kind or ngx.header["Content-Encoding"] then
+  local header = ngx.header
+  local kind = ngx.status == 200 and header["Content-Type"]
+  if not kind or header["Content-Encoding"] then
     return s
   end
   if find(kind, "text/event-stream", 1, true) then
     s.read, s.stream, s.kept, s.size, s.tail = stream, true, {}, 0, ""
     if hide then
-      ngx.header["Content-Length"] = nil
+      header["Content-Length"] = nil
     end
   elseif find(kind, "application/json", 1, true) then
     s.read, s.depth, s.open, s.slashes, s.word, s.colon = walk, 0, false, 0, "", false
+    s.length = tonumber(header["Content-Length"])
   end
   return s
 end
@@ -257,8 +299,12 @@ end
 function M.body(s, piece, last)
   if s.read == stream then
     return stream(s, piece, last)
-  elseif s.read and not s.done then
-    walk(s, piece)
+  elseif s.read and not s.done and piece ~= "" then
+    if #piece == s.length and whole(s, piece) then
+      s.done = true
+    else
+      walk(s, piece)
+    end
   end
   return piece
 end
