@@ -345,7 +345,7 @@ local function choose(class, request)
   local size = #class
   for i = 1, size do
     local instance = class[(turn + i) % size + 1]
-    if not tried[instance.id] and (not lora or instance.adapters[lora])
+    if not (tried and tried[instance.id]) and (not lora or instance.adapters[lora])
         and not why_not(instance) then
       local count = gauge.get(flight[instance.id])
       found = found + 1

@@ -45,7 +45,9 @@ local ANSWERS = {
 -- has an older one.
 local TAKES_TWO_LENGTHS = ngx.config.nginx_version < 1021001
 
-local live = {}  -- request id -> state, of this worker
+-- Request id -> state, of this worker. It is there for as long as a stream runs, so what only few
+-- need (tries, tried, what is waited for) is added when they do.
+local live = {}
 
 -- The state of this request; nil where it was not admitted.
 local function current()
@@ -238,11 +240,9 @@ function M.admit()
     id = id, pool = pool.name, key = key, estimate = estimate, prompt = prompt,
     hide = with_usage ~= nil, bytes = #text,
     lora = config.is_adapter(pool, found.model) and found.model or nil,
-    max_tokens = found.max_tokens,
-    stream = found.stream, include_usage = found.include_usage,
     need = math.ceil(found.longest * SLACK) + MEDIUM * found.media + (found.max_tokens or answers),
     affinity = affinity_of(found),
-    tried = {}, tries = {}, held_ms = 0, queued_ms = 0, rounds = 0,
+    held_ms = 0, queued_ms = 0, rounds = 0,
   }
   live[id] = request
   request.instance = pools.take(pool, request)
@@ -266,6 +266,7 @@ local function leave(request, status)
   if instance then
     request.instance = nil
     pools.give(instance)
+    request.tries = request.tries or {}
     request.tries[#request.tries + 1] = instance.id .. ":" .. status
     queue.freed(request.pool)
   end
@@ -294,7 +295,8 @@ local function after_try(request)
   leave(request, status)
   request.last = instance
   if reason then
-    request.tried[instance.id], request.last = true, nil
+    request.tried, request.last = request.tried or {}, nil
+    request.tried[instance.id] = true
     metrics.count("vllm_fleet_gateway_retries_total",
                   string.format('pool="%s",reason="%s"', request.pool, reason))
     return
@@ -368,7 +370,7 @@ local function hold(request)
   local deadline = request.since + settings.hold_seconds - request.held_ms / 1000
   -- All were tried once. From here on each may be tried again, at longer and longer intervals, so
   -- that one that says ready and refuses does not use up the tries within seconds.
-  request.tried = {}
+  request.tried = nil
   request.rounds = request.rounds + 1
   local earliest = request.since
   if request.rounds > 1 then
@@ -427,7 +429,7 @@ function M.choose()
   if request.instance then
     after_try(request)
   end
-  if #request.tries >= MAX_TRIES then
+  if request.tries and #request.tries >= MAX_TRIES then
     return refuse(request.pool, "tries", "No instance of `" .. request.pool
                   .. "` took the request.")
   end
@@ -468,14 +470,13 @@ function M.answered()
     pools.worked(request.instance)
     request.answer = usage.head(request.hide)
     request.ends = ngx.now() + config.settings().longest_answer
-    request.begun = true
   end
 end
 
 -- Body filter of @fleet_proxy: a piece of the answer.
 function M.piece()
   local request = ngx.ctx.request
-  if not request or not request.begun then
+  if not request or not request.ends then
     return
   end
   if ngx.now() > request.ends then
@@ -515,8 +516,9 @@ function M.log()
     book(request)
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
-    ngx.var.fleet_tried = request.tries[2] and table.concat(request.tries, ", ")
-                          or request.tries[1] or ""
+    if request.tries then
+      ngx.var.fleet_tried = table.concat(request.tries, ", ")
+    end
     if request.held_ms + request.queued_ms > 0 then
       ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
       ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms)

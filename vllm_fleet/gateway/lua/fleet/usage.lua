@@ -232,23 +232,26 @@ end
 
 -- A piece of a stream; returns what of it, and of what was kept back, the client is to get.
 local function stream(s, piece, last)
-  local kept = s.kept
-  kept[#kept + 1] = piece
+  local kept = s.kept  -- nil, where the last piece ended with an event, as nearly all do
+  if kept then
+    kept[#kept + 1] = piece
+  end
   s.size = s.size + #piece
   -- An event's end may lie across two pieces.
   if not last and not find(piece, "\n\n", 1, true) and not find(s.tail .. piece, "\n\r?\n") then
-    s.tail = sub(s.tail .. piece, -3)
+    kept = kept or {piece}
+    s.kept, s.tail = kept, sub(s.tail .. piece, -3)
     if s.hide and s.size <= LONGEST_HIDDEN then
       return ""
     elseif s.size > (s.hide and LONGEST_HIDDEN or LONGEST_READ) then
       s.long = true  -- the rest of this event is not looked into
       local out = s.hide and table.concat(kept)
-      s.kept, s.size = {}, 0
+      s.kept, s.size = nil, 0
       return out or piece
     end
     return piece
   end
-  local text = #kept > 1 and table.concat(kept) or piece
+  local text = kept and table.concat(kept) or piece
   local at, from, out = 1, 1, nil
   local word = find(text, '"usage"', 1, true)
   while true do
@@ -267,8 +270,12 @@ local function stream(s, piece, last)
     s.long = false
     at = stop + 1
   end
-  local rest = sub(text, at)
-  s.kept, s.size, s.tail = rest ~= "" and {rest} or {}, #rest, sub(rest, -3)
+  if at > #text then
+    s.kept, s.size, s.tail = nil, 0, ""
+  else
+    local rest = sub(text, at)
+    s.kept, s.size, s.tail = {rest}, #rest, sub(rest, -3)
+  end
   if not s.hide then
     return piece
   end
@@ -284,7 +291,7 @@ function M.head(hide)
     return s
   end
   if find(kind, "text/event-stream", 1, true) then
-    s.read, s.stream, s.kept, s.size, s.tail = stream, true, {}, 0, ""
+    s.read, s.stream, s.size, s.tail = stream, true, 0, ""
     if hide then
       header["Content-Length"] = nil
     end
