@@ -72,6 +72,10 @@ local BINARY = {
 -- before the body, so that p[1] is its first.
 local function string_end(body, p, open)
   local from = open + 1
+  local first_quote = find(body, '"', from, true)
+  if not first_quote or p[first_quote - 1] ~= 92 then
+    return first_quote
+  end
   while true do
     local quote = find(body, '"', from, true)
     if not quote then
@@ -93,12 +97,32 @@ local function string_end(body, p, open)
 end
 
 local function skip_space(p, at)
+  -- Nearly always there is none or one. Without the loop a caller's own is compiled whole.
   local c = p[at]
+  if c > 32 then
+    return at
+  elseif c == 32 and p[at + 1] > 32 then
+    return at + 1
+  end
   while c == 32 or c == 10 or c == 13 or c == 9 do
     at = at + 1
     c = p[at]
   end
   return at
+end
+
+local in_word = ffi.new("bool[256]")  -- what numbers, true, false and null are made of
+for c = 0, 255 do
+  in_word[c] = find(string.char(c), "^[%w+.-]") ~= nil
+end
+
+-- Position of the last byte of the number, true, false or null at `at`, or nil where there is none.
+local function word_end(p, at)
+  local last = at
+  while in_word[p[last]] do
+    last = last + 1
+  end
+  return last > at and last - 1 or nil
 end
 
 -- Position of the bracket that closes the one at `open`, or nil.
@@ -479,8 +503,7 @@ function M.request(body)
         last = nested_end(body, p, at)
       end
     else
-      local _
-      _, last = find(body, "^[%w+.-]+", at)
+      last = word_end(p, at)
       if how then
         parts[name] = nil
       end
