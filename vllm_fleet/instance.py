@@ -87,6 +87,16 @@ def files(instance: PlannedInstance) -> list[ManagedFile]:
     ]
 
 
+def paths_of(name: str) -> list[str]:
+    """Every path that files of an instance may have, as :func:`files` and onhost/switch.py do."""
+    return [
+        f"{paths.ETC}/{name}.plan.json",
+        f"{paths.ETC}/{name}.sh",
+        f"{UNITS}/vllm@{name}.service.d/10-instance.conf",
+        f"{paths.ETC}/{name}.env",
+    ]
+
+
 def host_files(device: Device, *, hold_driver_packages: bool = True) -> list[ManagedFile]:
     """What all instances of a host share: scripts, template unit, rules for upgrades."""
     shared = [ManagedFile(f"{paths.LIB}/{name}.py", _source(name), mode=0o644) for name in SCRIPTS]

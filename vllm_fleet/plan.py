@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 
 from vllm_fleet import (
@@ -36,6 +36,8 @@ from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
+from vllm_fleet.rollout.policy import Version
+from vllm_fleet.rollout.state import Refused, record_of, refusal_of, refusals
 from vllm_fleet.spec.inputs import Inputs, version_of
 from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance
 from vllm_fleet.state import HostState
@@ -120,6 +122,15 @@ class WeightsFetch:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Why an instance is left as it is by deploy.py, and whether it may be started so."""
+
+    release: str  # what it runs, or ran last
+    why: str
+    startable: bool
+
+
+@dataclass(frozen=True)
 class AcmeFetch:
     """A certificate to have from an authority: certbot's words, and what they are asked for."""
 
@@ -132,7 +143,11 @@ class AcmeFetch:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The wanted state of one host, and what differs from it."""
+    """The wanted state of one host, and what differs from it.
+
+    ``instances`` are as they are after deploy.py: one that is ``kept`` has the release that it
+    runs. ``wanted`` are as group_vars want them; upgrade.py takes a kept one there.
+    """
 
     spec: HostSpec
     state: HostState
@@ -142,7 +157,12 @@ class HostPlan:
     releases: tuple[ReleaseBuild, ...] = ()
     weights: tuple[WeightsFetch, ...] = ()
     instances: tuple[PlannedInstance, ...] = ()
-    checksums: dict[str, str] = field(default_factory=dict)  # running checksum by instance
+    wanted: tuple[PlannedInstance, ...] = ()
+    checksums: dict[str, str] = field(default_factory=dict)  # of the wanted ones, by instance
+    # By instance: the files that start the wanted one. They are in `files` where deploy.py puts
+    # them at once; else they go in place while the instance is stopped, by the rollout.
+    instance_files: Mapping[str, tuple[ManagedFile, ...]] = field(default_factory=dict)
+    kept: Mapping[str, Kept] = field(default_factory=dict)
     firewall_services: tuple[Service, ...] = ()
     acme: AcmeFetch | None = None
     gateway_services: tuple[Service, ...] = ()
@@ -170,6 +190,9 @@ class HostPlan:
     def removed_files(self) -> tuple[str, ...]:
         """Files that we put once and that are no longer wanted."""
         wanted = {f.path for f in self.files}
+        for name, files in self.instance_files.items():
+            if not wanted.issuperset(f.path for f in files):
+                wanted.update(vllm.paths_of(name))  # its rollout's business
         return tuple(sorted(path for path in self.state.manifest if path not in wanted))
 
     @property
@@ -189,8 +212,11 @@ class HostPlan:
         return tuple(
             i
             for i in self.instances
-            if self.state.units.get(i.unit, {}).get("ActiveState") != "active"
-            or not self.state.enabled(i.unit)
+            if (
+                self.state.units.get(i.unit, {}).get("ActiveState") != "active"
+                or not self.state.enabled(i.unit)
+            )
+            and (i.name not in self.kept or self.kept[i.name].startable)
         )
 
     def to_restart(self) -> tuple[PlannedInstance, ...]:
@@ -200,7 +226,8 @@ class HostPlan:
             i
             for i in self.instances
             if i not in starting
-            and self.state.instances.get(i.name, {}).get("running") != self.checksums[i.name]
+            and i.name not in self.kept
+            and _running(self.state, i.name) != self.checksums[i.name]
         )
 
 
@@ -269,11 +296,23 @@ def plan_fleet(
     reasons = [reason for view in views.values() for reason in view.reasons]
     if reasons:
         raise Refusal(reasons)
+    known = refusals(states.values())
+    wanted: dict[str, tuple[PlannedInstance, ...]] = {}
+    kept: dict[str, dict[str, Kept]] = {}
     instances: dict[str, tuple[PlannedInstance, ...]] = {}
     for spec in fleet.hosts:
         with _refusing(spec, reasons):
-            instances[spec.name] = tuple(
+            wanted[spec.name] = tuple(
                 _instance(spec, one, views.get(spec.name), inputs) for one in spec.instances
+            )
+            kept[spec.name] = {
+                one.name: why
+                for one in wanted[spec.name]
+                if spec.name in states and (why := _kept(one, states[spec.name], known))
+            }
+            instances[spec.name] = tuple(
+                _as_it_runs(one, kept[spec.name].get(one.name), states.get(spec.name))
+                for one in wanted[spec.name]
             )
     if reasons:
         raise Refusal(reasons)
@@ -283,7 +322,14 @@ def plan_fleet(
         if spec.name in states:
             with _refusing(spec, reasons):
                 plans[spec.name] = _host_plan(
-                    fleet, states, views[spec.name], instances[spec.name], pools, inputs
+                    fleet,
+                    states,
+                    views[spec.name],
+                    instances[spec.name],
+                    wanted[spec.name],
+                    kept[spec.name],
+                    pools,
+                    inputs,
                 )
     for plan in plans.values():
         reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
@@ -339,7 +385,7 @@ def _instance(
         device=settings.device,
         cards=cards,
         uuids=tuple(known[c].uuid for c in cards if c in known),
-        release=_kept_release(one, view.state if view else None) or wanted,
+        release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
         args={**sized.args, **model.vllm_args, **one.vllm_args},
@@ -350,12 +396,46 @@ def _instance(
     )
 
 
-def _kept_release(one: Instance, state: HostState | None) -> str | None:
-    """The release that a running instance stays on: only upgrade.py moves it."""
-    if state is None or not state.active(f"vllm@{one.name}.service"):
+def _kept(one: PlannedInstance, state: HostState, known: Sequence[Refused]) -> Kept | None:
+    """Whether an instance stays as it is, also where group_vars want something else."""
+    wanted = Version(one.release, vllm.running_checksum(one))
+    now, record = state.instances.get(one.name, {}), record_of(state, one.name)
+    active = state.active(one.unit)
+    runs = str(now.get("release") or "")
+    if held := state.held:
+        who, why = held.get("who"), held.get("why")
+        return Kept(
+            runs,
+            f"this host is held by {who}{f' ({why})' if why else ''}: nothing is started there "
+            "until `maintain.py --data do=return`",
+            startable=False,
+        )
+    if record.step is not None:
+        to = record.cut_off
+        return Kept(runs, f"a change to {to} was cut off: run upgrade.py, or rollback.py", False)
+    if why := refusal_of(one.model_name, wanted, known):
+        return Kept(
+            runs,
+            f"{one.release} is refused: {why}; want another version, or clear it: upgrade.py "
+            f"--data clear={one.release}",
+            startable=bool(now),
+        )
+    if runs == one.release or runs not in state.releases or not (active or record.goods):
         return None
-    kept = str(state.instances.get(one.name, {}).get("release") or "")
-    return kept if kept in state.releases else None
+    what = "runs" if active else "last served with"
+    return Kept(
+        runs, f"{what} {runs}, group_vars want {one.release}: staged; `upgrade.py` moves it", True
+    )
+
+
+def _as_it_runs(
+    one: PlannedInstance, kept: Kept | None, state: HostState | None
+) -> PlannedInstance:
+    """An instance as it is after deploy.py: for the gateway and the monitors."""
+    if kept is None or state is None or kept.release not in state.releases:
+        return one
+    version = str(state.releases[kept.release].get("version") or one.vllm_version)
+    return replace(one, release=kept.release, vllm_version=version)
 
 
 def _host_plan(
@@ -363,6 +443,8 @@ def _host_plan(
     states: Mapping[str, HostState],
     view: HostView,
     instances: tuple[PlannedInstance, ...],
+    wanted: tuple[PlannedInstance, ...],
+    kept: Mapping[str, Kept],
     pools: tuple[Pool, ...],
     inputs: Inputs,
 ) -> HostPlan:
@@ -375,6 +457,8 @@ def _host_plan(
     monitoring_services: list[Service] = []
     releases: dict[str, ReleaseBuild] = {}
     fetches: dict[str, WeightsFetch] = {}
+    instance_files: dict[str, tuple[ManagedFile, ...]] = {}
+    checksums = {one.name: vllm.running_checksum(one) for one in wanted}
     notices = view.notices
     acme: AcmeFetch | None = None
     if "gpu" in spec.groups:
@@ -396,17 +480,16 @@ def _host_plan(
         limits = vllm.journal_limits()
         files.append(limits)
         monitoring_services.append(_service(JOURNALD, restarts=[limits]))
-        for one, declared in zip(instances, spec.instances, strict=True):
-            files += vllm.files(one)
+        for one, declared in zip(wanted, spec.instances, strict=True):
+            instance_files[one.name] = tuple(vllm.files(one))
+            if one.name in kept:
+                notices.append(f"instance {one.name}: {kept[one.name].why}")
+            elif not state.active(one.unit) or checksums[one.name] == _running(state, one.name):
+                files += instance_files[one.name]
             build = _release(spec, version_of(spec, declared), inputs)
             releases[build.id] = build
-            same = [i for i in instances if i.model_name == one.model_name]
+            same = [i for i in wanted if i.model_name == one.model_name]
             fetches[one.model_name] = _fetch(spec, same, state, inputs)
-            if one.release != build.id:
-                notices.append(
-                    f"instance {one.name} runs {one.release}, group_vars want {build.id}: "
-                    "staged; `upgrade.py` moves it"
-                )
         present = state.texts.get(firewall.FILE)
         if closed := firewall.files(spec, firewall.peers(fleet, states, present)):
             files += closed
@@ -449,8 +532,8 @@ def _host_plan(
         if command := gateway.acme_command(spec):
             packages |= set(gateway.ACME_PACKAGES)
             gateway_services.append(_service(gateway.ACME_TIMER))
-            wanted = hashlib.sha256("\0".join(command).encode()).hexdigest()
-            acme = AcmeFetch(command, gateway.acme_environment(spec), wanted)
+            asked = hashlib.sha256("\0".join(command).encode()).hexdigest()
+            acme = AcmeFetch(command, gateway.acme_environment(spec), asked)
         if shared := keepalived.files(
             spec, fleet.group("gateway"), state.nics, inputs.vrrp_password(spec)
         ):
@@ -503,7 +586,7 @@ def _host_plan(
             )
         )
     names = {one.name for one in instances}
-    kept = {one.release for one in instances}
+    used = {one.release for one in instances}
     return HostPlan(
         spec=spec,
         state=state,
@@ -513,18 +596,26 @@ def _host_plan(
         releases=tuple(releases.values()),
         weights=tuple(fetches.values()),
         instances=instances,
-        checksums={one.name: vllm.running_checksum(one) for one in instances},
+        wanted=wanted,
+        checksums=checksums,
+        instance_files=instance_files,
+        kept=kept,
         firewall_services=tuple(firewall_services),
         acme=acme,
         gateway_services=tuple(gateway_services),
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),
         new_lines=lines_of({spec.name: view}),
-        prune=pruning.order(settings, state, set(releases) | kept, {i.weights for i in instances})
+        prune=pruning.order(settings, state, set(releases) | used, {i.weights for i in instances})
         if releases
         else {},
         notices=tuple(notices),
     )
+
+
+def _running(state: HostState, name: str) -> str:
+    """Checksum that an instance was started with."""
+    return str(state.instances.get(name, {}).get("running") or "")
 
 
 def _exporter(spec: HostSpec, state: HostState) -> list[ManagedFile]:

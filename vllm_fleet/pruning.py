@@ -32,11 +32,17 @@ def order(
 def _old_releases(keep: int | None, state: HostState, wanted: Collection[str]) -> list[str]:
     if keep is None:
         return []
-    running = {str(one.get("release") or "") for one in state.instances.values()}
+    used = {str(one.get("release") or "") for one in state.instances.values()}
+    # What served well before is what rollback.py goes back to, without a download.
+    used |= {
+        str(good.get("release") or "")
+        for record in state.rollout.values()
+        for good in (*(record.get("goods") or ()), record.get("next") or {})
+    }
     old = {
         name: stamp
         for name, stamp in state.releases.items()
-        if name not in wanted and name not in running
+        if name not in wanted and name not in used
     }
     return _beyond(keep, old, "built_at")
 

@@ -36,6 +36,9 @@ class HostState:
     weights: dict[str, dict[str, Any]]  # by path of the stamp: what it says, "intact", config
     loaded: dict[str, str] = field(default_factory=dict)  # checksum that a daemon last read
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rollout: dict[str, dict[str, Any]] = field(default_factory=dict)  # record by instance
+    held: dict[str, Any] = field(default_factory=dict)  # who keeps this host out of service
+    lock: dict[str, Any] = field(default_factory=dict)  # who changes the fleet; one host's
     texts: dict[str, str | None] = field(default_factory=dict)  # of files of others, by path
     cmdline: str = ""  # of the kernel
     uptime_s: int = 0

@@ -33,10 +33,15 @@ class Load:
     """Requests at a constant rate, each on its own, whatever the earlier ones do."""
 
     def __init__(
-        self, url: str, key: str, models: tuple[str, ...], rate: float = 5, tokens: int = 4
+        self,
+        url: str,
+        key: str,
+        models: tuple[str, ...],
+        rate: float = 5,
+        tokens: tuple[int, ...] = (4,),
     ) -> None:
         self.url, self.key, self.models = url, key, models
-        self.rate, self.tokens = rate, tokens
+        self.rate, self.tokens = rate, tokens  # tokens: of the answers, in turn
         self.answers: list[Answer] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -62,18 +67,20 @@ class Load:
         number, began = 0, time.monotonic()
         while not self._stop.is_set():
             model = self.models[number % len(self.models)]
-            thread = threading.Thread(target=self._ask, args=(model, number % 3 == 0), daemon=True)
+            tokens = self.tokens[number % len(self.tokens)]
+            asked = (model, number % 3 == 0, tokens)
+            thread = threading.Thread(target=self._ask, args=asked, daemon=True)
             thread.start()
             self._threads.append(thread)
             number += 1
             self._stop.wait(max(0.0, began + number / self.rate - time.monotonic()))
 
-    def _ask(self, model: str, stream: bool) -> None:
+    def _ask(self, model: str, stream: bool, tokens: int) -> None:
         request_id, sent = uuid.uuid4().hex, time.time()
         body = {
             "model": model,
             "messages": [{"role": "user", "content": f"Say something, {request_id}"}],
-            "max_tokens": self.tokens,
+            "max_tokens": tokens,
             "ignore_eos": True,
             "stream": stream,
         }

@@ -25,7 +25,7 @@ class Operator:
         (root / ".testbed").symlink_to(cache)  # group_vars/demo.yml names lock and keys in it
         for name in ("inventory", "group_vars"):
             shutil.copytree(REPO / name, root / name)
-        for name in ("deploy.py", "config.py"):
+        for name in ("deploy.py", "upgrade.py", "rollback.py", "maintain.py", "config.py"):
             shutil.copy(REPO / name, root / name)
 
     def change(self, how: Callable[[dict[str, Any]], None]) -> None:
@@ -37,18 +37,16 @@ class Operator:
 
     def deploy(self, *flags: str, inventory: str = "demo") -> subprocess.CompletedProcess[str]:
         """Run deploy.py without questions; what was printed is in `stdout`."""
+        return self.run("deploy.py", *flags, inventory=inventory)
+
+    def run(
+        self, script: str, *flags: str, inventory: str = "demo"
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one of the deploy files without questions; what was printed is in `stdout`."""
         return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pyinfra",
-                "-y",
-                *flags,
-                f"inventory/{inventory}.py",
-                "deploy.py",
-            ],
+            self._words(script, flags, inventory),
             cwd=self.root,
-            env={**os.environ, "PYTHONPATH": str(REPO), "PYINFRA_PROGRESS": "off"},
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -56,6 +54,26 @@ class Operator:
             check=False,
             timeout=DEPLOY_SECONDS,
         )
+
+    def start(self, script: str, *flags: str, inventory: str = "demo") -> subprocess.Popen[str]:
+        """The same, under way: what it prints is read from its `stdout`."""
+        return subprocess.Popen(
+            self._words(script, flags, inventory),
+            cwd=self.root,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _words(self, script: str, flags: tuple[str, ...], inventory: str) -> list[str]:
+        program = [sys.executable, "-m", "pyinfra", "-y"]
+        return [*program, f"inventory/{inventory}.py", script, *flags]
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(REPO), "PYINFRA_PROGRESS": "off"}
 
 
 def changes(output: str) -> dict[str, tuple[str, str, str]]:

@@ -21,6 +21,30 @@ PACKAGE = "vllm-standin"
 SOURCE = Path(__file__).parent / "standin"
 NEEDS = ("uvicorn", "h11", "click")
 Fault = Literal["", "no start", "500", "never ends"]
+# What a command line is rehearsed with: the names of vLLM's own parser, the stand-in's behind.
+REHEARSAL = {
+    "utils/argparse_utils": """\
+from vllm import server
+class FlexibleArgumentParser:
+    def __init__(self, prog): pass
+    def add_subparsers(self, **_): return self
+    def parse_args(self, words):
+        from types import SimpleNamespace
+        options = server.parse(words, server.behaviour().removed)
+        return SimpleNamespace(model_tag=options["model"])
+""",
+    "entrypoints/cli/serve": """\
+class ServeSubcommand:
+    def subparser_init(self, parsers): return parsers
+    def validate(self, args): pass
+""",
+    "engine/arg_utils": """\
+class AsyncEngineArgs:
+    @classmethod
+    def from_cli_args(cls, args): return cls()
+    def create_engine_config(self): pass
+""",
+}
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal input gives equal bytes
 
 
@@ -34,7 +58,7 @@ class Behaviour:
     kv_tokens: int = 100_000
     kv_gib: float = 1.0
     fault: Fault = ""
-    crash_seconds: float = 0.0  # the engine dies so long after its first answer; 0: never
+    crash_seconds: float = 0.0  # the engine dies so long after its first client; 0: never
     removed: tuple[str, ...] = ()  # options it no longer knows
 
 
@@ -57,11 +81,12 @@ def build(folder: Path, version: str, behaviour: Behaviour | None = None) -> Pat
         f"{info}/entry_points.txt": "[console_scripts]\nvllm = vllm.server:main\n",
     }
     # modules that a release is tried with
-    for module in ("entrypoints/openai/api_server", "v1/engine/core"):
+    empty = dict.fromkeys(("entrypoints/openai/api_server", "v1/engine/core"), "")
+    for module, source in {**empty, **REHEARSAL}.items():
         parts = module.split("/")
         for depth in range(1, len(parts)):
             content["/".join(["vllm", *parts[:depth], "__init__.py"])] = ""
-        content[f"vllm/{module}.py"] = ""
+        content[f"vllm/{module}.py"] = source
     record = "".join(
         f"{name},sha256={_digest(text)},{len(text.encode())}\n"
         for name, text in sorted(content.items())

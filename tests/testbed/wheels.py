@@ -54,11 +54,13 @@ def lock_for(python: tuple[int, int], folder: Path, say: Callable[[str], None]) 
     return lock
 
 
-def resolve(python: tuple[int, int], lock: Path, scratch: Path) -> None:
+def resolve(
+    python: tuple[int, int], lock: Path, scratch: Path, version: str = VLLM_VERSION
+) -> None:
     """Write the lock of the engine for a Python version, with hashes and no addresses."""
     uv = _uv(scratch)
     wanted = scratch / "in.txt"
-    wanted.write_text(f"{VLLM_PACKAGE}=={VLLM_VERSION}\n")
+    wanted.write_text(f"{VLLM_PACKAGE}=={version}\n")
     excludes = scratch / "excludes.txt"
     excludes.write_text("\n".join(EXCLUDED) + "\n")
     argv = [uv, "pip", "compile", str(wanted), "--excludes", str(excludes), "--generate-hashes"]

@@ -3,7 +3,7 @@
 The table is causes/table.yml; deploy, doctor, `fleet explain` and the runbook read it from here.
 """
 
-from vllm_fleet.causes.match import Match, match
+from vllm_fleet.causes.match import Match, last_error, match
 from vllm_fleet.causes.table import Cause, Rank, TableError, load
 
-__all__ = ["Cause", "Match", "Rank", "TableError", "load", "match"]
+__all__ = ["Cause", "Match", "Rank", "TableError", "last_error", "load", "match"]

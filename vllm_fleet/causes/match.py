@@ -5,10 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from vllm_fleet.causes.table import Cause, load
+from vllm_fleet.causes.table import Cause, Rank, load
 
 # Colours, and the carriage returns of progress bars that would hide a line in another.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# An exception as Python ends a traceback with it, what argparse says of a wrong option, and what
+# our gate and warm-up end with.
+_ERROR = re.compile(
+    r"(?:^|[ :\])])((?:\w+\.)*\w*(?:Error|Exception): .+|error: .+|"
+    r"(?:FAILED|REFUSED): (?!vLLM ended).+)$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class Match:
     cause: str
     remedy: str
     line: str
+    rank: Rank = Rank.ROOT
 
 
 def match(text: str, version: str | None = None) -> list[Match]:
@@ -46,4 +54,15 @@ def _match(cause: Cause, text: str, position: int) -> Match:
     start = text.rfind("\n", 0, position) + 1
     end = text.find("\n", position)
     line = text[start : end if end >= 0 else len(text)].strip()
-    return Match(cause.id, cause.cause, cause.remedy, line)
+    return Match(cause.id, cause.cause, cause.remedy, line, cause.rank)
+
+
+def last_error(text: str) -> str:
+    """The last error that a log names in words of its own; empty where it names none.
+
+    For a text in which no known cause was found, or only one that says that something failed.
+    """
+    found = _ERROR.findall(_ESCAPES.sub("", text).replace("\r", "\n"))
+    # "Engine core initialization failed. See root cause above.": the one above, then.
+    last = next((error for error in reversed(found[-50:]) if not match(error)), "")
+    return last.strip()[:500]

@@ -11,6 +11,9 @@ import vllm_fleet
 # What the directory gets: path there, and below the package's skeleton/ or the repository.
 OWN = {
     "deploy.py": "deploy.py",
+    "upgrade.py": "upgrade.py",
+    "rollback.py": "rollback.py",
+    "maintain.py": "maintain.py",
     "config.py": "config.py",
     ".gitignore": "gitignore",
     "README.md": "README.md",
@@ -39,7 +42,7 @@ def source(name: str) -> Path:
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False))
 def init(directory: str) -> None:
-    """Write an example inventory, its settings and a deploy file into an empty directory."""
+    """Write an example inventory, its settings and the deploy files into an empty directory."""
     target = Path(directory)
     try:
         if target.exists() and any(target.iterdir()):

@@ -1,4 +1,4 @@
-"""The chapters of deploy.py, in the order in which they stand there.
+"""The chapters of deploy.py, upgrade.py, rollback.py and maintain.py, in their order there.
 
 Each takes the plan of the host that it runs for, or None where the host gave no facts, and
 calls operations that compare and yield only what differs. Names carry no per-host values:
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from pyinfra import logger
 from pyinfra.api import Host, State
-from pyinfra.api.exceptions import DeployError, NestedOperationError
-from pyinfra.context import ctx_config, ctx_host
+from pyinfra.api.exceptions import DeployError
 from pyinfra.operations import python
 
-from vllm_fleet.deploys.fleet import fleet_plans, given_up, my_plan, new_placement
+from vllm_fleet.deploys import rolling
+from vllm_fleet.deploys.fleet import given_up, my_plan, new_placement
 from vllm_fleet.operations import flow
 from vllm_fleet.operations import gateway as gateways
 from vllm_fleet.operations import host as hosts
@@ -22,16 +22,18 @@ from vllm_fleet.operations import release as releases
 from vllm_fleet.operations import weights as model_weights
 from vllm_fleet.placement import write_placement
 from vllm_fleet.plan import HostPlan
-from vllm_fleet.planned import PlannedInstance
 
 __all__ = [
+    "maintain",
     "meet",
     "my_plan",
     "open_gateway",
     "prepare",
     "retire",
+    "rollback",
     "serve",
     "stage",
+    "upgrade",
     "watch",
 ]
 
@@ -75,12 +77,30 @@ def open_gateway(plan: HostPlan | None) -> None:
 
 
 def serve(plan: HostPlan | None) -> None:
-    """What does not run starts, all at once; what runs with old settings is replaced in turn."""
+    """What does not run starts, all at once; what runs with old settings is rolled."""
     if plan is None or not (plan.instances or plan.retired):
         return
     instances.started(name="Instances that do not run", plan=plan)
-    if any(one.to_restart() for one in fleet_plans().values()):
-        python.call(name="Instances with old settings", function=replace_in_turn, _run_once=True)
+    if rolling.begun("deploy"):
+        python.call(name="Instances with old settings", function=rolling.deploy, _run_once=True)
+
+
+def upgrade(plan: HostPlan | None) -> None:
+    """Every instance to what group_vars want, its release too: canaries, then waves."""
+    if plan is not None and rolling.begun("upgrade"):
+        python.call(name="Instances to another version", function=rolling.upgrade, _run_once=True)
+
+
+def rollback() -> None:
+    """The last change undone: every instance back to what served before."""
+    if rolling.begun("rollback"):
+        python.call(name="Back to what served before", function=rolling.rollback, _run_once=True)
+
+
+def maintain() -> None:
+    """Hosts out of service one after another: rebooted or held, and back."""
+    if rolling.maintained():
+        python.call(name="Out of service and back", function=rolling.maintain, _run_once=True)
 
 
 def watch(plan: HostPlan | None) -> None:
@@ -115,34 +135,3 @@ def write_down(state: State, host: Host) -> None:
             f"({error.strerror}): without it a later run could move instances to other cards"
         ) from None
     logger.info(f"{placement.path}: cards written down; commit this file")
-
-
-def replace_in_turn(state: State, host: Host) -> bool:
-    """Restart the instances that run with old settings, one after the other, in declared order.
-
-    Each must be warm before the next one goes; the first failure ends it, so that the others
-    keep serving as they are. False then, which fails the run. pyinfra books it on the host that
-    carries this call: the lines printed name the real one.
-    """
-    turns: list[tuple[HostPlan, PlannedInstance]] = [
-        (plan, one) for plan in fleet_plans().values() for one in plan.to_restart()
-    ]
-    by_name = {one.name: one for one in state.inventory}
-    for number, (plan, one) in enumerate(turns, 1):
-        target = by_name[plan.spec.name]
-        rest = f"{len(turns) - number} more keep their old settings and serve"
-        if target not in state.active_hosts:
-            logger.error(
-                f"{target.name} failed earlier in this run: {one.name} is as it was; {rest}"
-            )
-            return False
-        try:
-            with ctx_config.use(state.config.copy()), ctx_host.use(target):
-                instances.replaced(name="Replace an instance", plan=plan, instance=one)
-        except NestedOperationError:
-            logger.error(
-                f"{target.name}: instance {one.name} did not come back with its new settings; "
-                f"{rest}; mend the cause told above and deploy again"
-            )
-            return False
-    return True

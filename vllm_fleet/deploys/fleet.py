@@ -20,8 +20,9 @@ from vllm_fleet.placement import Key, Placed, text_of
 from vllm_fleet.plan import HostPlan, Refusal
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
-from vllm_fleet.spec.inputs import read_inputs
+from vllm_fleet.spec.inputs import Inputs, read_inputs
 from vllm_fleet.spec.load import load_fleet
+from vllm_fleet.spec.model import Fleet
 from vllm_fleet.state import HostState
 
 
@@ -39,10 +40,20 @@ class NewPlacement:
         return path.is_file() and path.read_text(encoding="utf-8") == text_of(self.lines)
 
 
+@dataclass(frozen=True)
+class Made:
+    """What was made for one run: the checked settings, and the plans of the hosts in it."""
+
+    fleet: Fleet
+    inputs: Inputs
+    plans: dict[str, HostPlan]
+    placement: NewPlacement | None
+
+
 # pyinfra runs the deploy file once a host, side by side: the first one here plans for all.
 _lock = RLock()
-_plans: dict[int, dict[str, HostPlan]] = {}
-_placements: dict[int, NewPlacement | None] = {}
+_made: dict[int, Made] = {}
+_read: dict[int, tuple[Fleet, Inputs]] = {}
 
 
 def my_plan() -> HostPlan | None:
@@ -56,11 +67,38 @@ def my_plan() -> HostPlan | None:
 
 def fleet_plans() -> dict[str, HostPlan]:
     """The plans of all hosts that take part in this run, in declared order."""
+    return made().plans
+
+
+def made() -> Made:
+    """What this run goes by; made at the first call."""
     with _lock:
         key = id(state.inventory)
-        if key not in _plans:
-            _plans[key], _placements[key] = _plan_all()
-        return _plans[key]
+        if key not in _made:
+            _made[key] = _plan_all()
+        return _made[key]
+
+
+def read_spec() -> tuple[Fleet, Inputs]:
+    """The checked settings of all hosts and the files beside them. Raises InventoryError."""
+    with _lock:
+        key = id(state.inventory)
+        if key not in _read:
+            try:
+                fleet = resolved(load_fleet(inventory_file()))
+                _read[key] = fleet, read_inputs(fleet)
+            except SpecError as error:
+                raise InventoryError(f"nothing was changed:\n{error}") from None
+        return _read[key]
+
+
+def plan_again() -> dict[str, HostPlan]:
+    """The plans of the same hosts as they are now. Raises DeployError where one is refused."""
+    before = made()
+    taking_part = [
+        one for one in inventory if one.name in before.plans and one in state.active_hosts
+    ]
+    return _plans(before.fleet, before.inputs, states_of(taking_part))
 
 
 def given_up() -> frozenset[str]:
@@ -70,8 +108,7 @@ def given_up() -> frozenset[str]:
 
 def new_placement() -> NewPlacement | None:
     """The placement file to write; None where it holds every line of this run already."""
-    fleet_plans()
-    return _placements[id(state.inventory)]
+    return made().placement
 
 
 def inventory_file() -> str:
@@ -89,33 +126,35 @@ def inventory_file() -> str:
     )
 
 
-def _plan_all() -> tuple[dict[str, HostPlan], NewPlacement | None]:
-    try:
-        fleet = resolved(load_fleet(inventory_file()))
-        inputs = read_inputs(fleet)
-    except SpecError as error:
-        raise InventoryError(f"nothing was changed:\n{error}") from None
-    taking_part = [one for one in inventory if one in state.active_hosts]
-    for one in inventory:
-        if state.is_host_in_limit(one) and one not in state.active_hosts:
-            logger.warning("%sunreachable: left out of this run", one.print_prefix)
-    states = _states(taking_part)
-    try:
-        plans = planning.plan_fleet(fleet, states, inputs)
-    except Refusal as refusal:
-        raise DeployError("nothing was changed:\n" + "\n".join(refusal.reasons)) from None
+def _plan_all() -> Made:
+    fleet, inputs = read_spec()
+    plans = _plans(fleet, inputs, states_of(taking_part()))
     for plan in plans.values():
         for notice in plan.notices:
             logger.warning("%s: %s", plan.spec.name, notice)
     for notice in planning.fleet_notices(fleet, inputs):
         logger.warning("%s", notice)
     lines = planning.placement_of(plans, inputs)
-    if lines is None:
-        return plans, None
-    return plans, NewPlacement(Path(fleet.root), inputs.placement.path, lines)
+    placement = NewPlacement(Path(fleet.root), inputs.placement.path, lines) if lines else None
+    return Made(fleet, inputs, plans, placement)
 
 
-def _states(hosts: list[PyinfraHost]) -> dict[str, HostState]:
+def taking_part() -> list[PyinfraHost]:
+    """The hosts of this run in declared order; one that cannot be reached is named."""
+    for one in inventory:
+        if state.is_host_in_limit(one) and one not in state.active_hosts:
+            logger.warning("%sunreachable: left out of this run", one.print_prefix)
+    return [one for one in inventory if one in state.active_hosts]
+
+
+def _plans(fleet: Fleet, inputs: Inputs, states: dict[str, HostState]) -> dict[str, HostPlan]:
+    try:
+        return planning.plan_fleet(fleet, states, inputs)
+    except Refusal as refusal:
+        raise DeployError("nothing was changed:\n" + "\n".join(refusal.reasons)) from None
+
+
+def states_of(hosts: list[PyinfraHost]) -> dict[str, HostState]:
     """The large fact of every host, side by side; a host that gives none is left out."""
 
     def ask(one: PyinfraHost) -> HostState | None:

@@ -53,6 +53,7 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
             return 0
         clean(env["FLEET_RUN"])
         user = pwd.getpwnam(env["FLEET_USER"])
+        check_whole(env["FLEET_STATE"], env["FLEET_INSTANCE"])
         check_paths(env["FLEET_RELEASE"], env["FLEET_WEIGHTS"])
         check_readable(env["FLEET_WEIGHTS"], user)
         check_port(int(env["FLEET_PORT"]))
@@ -75,6 +76,15 @@ def clean(run: str) -> None:
     for name in os.listdir(run):
         if name in ("ready", "token") or name.startswith("in-flight."):
             os.unlink(os.path.join(run, name))
+
+
+def check_whole(state: str, name: str) -> None:
+    """Raises Refused where a change of this instance's files ended half way (power loss)."""
+    if os.path.exists("%s/_rollout/instances/%s.swapping" % (os.path.dirname(state), name)):
+        raise Refused(
+            "its files were being changed when this host went down, and may be mixed; run "
+            "upgrade.py again (it goes on where it was), or rollback.py"
+        )
 
 
 def check_paths(release: str, weights: str) -> None:

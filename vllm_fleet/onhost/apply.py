@@ -66,6 +66,11 @@ def read_manifest() -> Dict[str, str]:
     return manifest
 
 
+def checksums(files: Sequence[Dict[str, Any]]) -> Dict[str, str]:
+    """Checksum by path, as the manifest has it."""
+    return {file["path"]: hashlib.sha256(file["content"].encode()).hexdigest() for file in files}
+
+
 def write(path: str, content: bytes, mode: int, uid: int, gid: int) -> None:
     """Write a file beside its place, then rename it into it."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -176,8 +181,7 @@ def apply(order: Dict[str, Any]) -> Optional[str]:
             else:
                 write(path, *old)
         return refusal
-    for file in order["files"]:
-        manifest[file["path"]] = hashlib.sha256(file["content"].encode()).hexdigest()
+    manifest.update(checksums(order["files"]))
     for path in order["remove"]:
         manifest.pop(path, None)
     write(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode(), 0o600, 0, 0)

@@ -1,11 +1,12 @@
-"""Start, restart and retire instances, and wait until each is warm.
+"""Start and retire instances, and wait until each is warm.
 
 Runs as root with the host's own Python, standard library only. Reads one JSON object from
-standard input: ``{"action": "start" | "restart" | "retire", "instances": [{"name", "seconds"}]}``.
+standard input: ``{"action": "start" | "retire", "instances": [{"name", "seconds"}]}``.
 Starts are asked for without blocking and then watched, so that a start that takes half an hour
 shows where it is, and one that fails is seen at once. Exit code 1 when any instance failed.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -54,14 +55,15 @@ def journal(unit: str, since: float) -> List[str]:
 
 
 def say(text: str) -> None:
-    """A progress line, at once."""
-    print(text, flush=True)
+    """A progress line, at once; an operator who is gone is no reason to stop half way."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 class Start:
     """One start that is under way."""
 
-    def __init__(self, name: str, seconds: int, action: str) -> None:
+    def __init__(self, name: str, seconds: int) -> None:
         self.name = name
         self.unit = f"vllm@{name}.service"
         self.seconds = seconds
@@ -71,18 +73,16 @@ class Start:
         systemctl("reset-failed", self.unit)
         before = show(self.unit)
         # A start that is under way already (boot, a crash) is watched, not begun again.
-        under_way = action == "start" and before.get("ActiveState") in ("activating", "active")
+        under_way = before.get("ActiveState") in ("activating", "active")
         code, text = systemctl("enable", self.unit)
         if code == 0 and not under_way:
-            code, text = systemctl(action, "--no-block", self.unit)
+            code, text = systemctl("start", "--no-block", self.unit)
         if code != 0:
-            self.outcome = f"systemctl {action}: {text}"
+            self.outcome = f"systemctl start: {text}"
         self.restarts = int(before.get("NRestarts") or 0) if under_way else 0
+        # A new start has another id; until systemd has begun it, the old state is shown.
         self.replaced = None if under_way else before.get("InvocationID")
-        if under_way:
-            say(f"{name}: is starting already")
-        else:
-            say(f"{name}: {'starting' if action == 'start' else 'draining, then starting'}")
+        say(f"{name}: {'is starting already' if under_way else 'starting'}")
 
     def look(self) -> bool:
         """Whether the start has ended; ``outcome`` is then "" or why it failed."""
@@ -127,8 +127,8 @@ class Start:
 
 
 def start(order: Dict[str, Any]) -> int:
-    """Start or restart, watch, and tell of each failure with its log."""
-    starts = [Start(i["name"], i["seconds"], order["action"]) for i in order["instances"]]
+    """Start, watch, and tell of each failure with its log."""
+    starts = [Start(i["name"], i["seconds"]) for i in order["instances"]]
     waiting = list(starts)
     while waiting:
         waiting = [one for one in waiting if not one.look()]
@@ -159,6 +159,10 @@ def retire(order: Dict[str, Any]) -> int:
         exported = os.path.join(STATE, "metrics", f"vllm_fleet_plan_{name}.prom")
         if os.path.exists(exported):
             os.unlink(exported)
+        # What served well here is of no use to another instance of this name, one day.
+        record = os.path.join(STATE, "_rollout", "instances", name + ".json")
+        if os.path.exists(record):
+            os.unlink(record)
         folder = os.path.join(STATE, name)
         if os.path.isdir(folder) and not os.path.islink(folder):
             shutil.rmtree(folder)

@@ -120,7 +120,21 @@ def _named(etc: Path, state: Path) -> Dict[Path, str]:
         with contextlib.suppress(OSError):
             if path.is_file() and path.stat().st_size <= LARGEST:
                 texts[path] = path.read_text(encoding="utf-8", errors="replace")
+    for path in (state / "_rollout" / "instances").glob("*.json"):
+        texts[path] = _remembered(path)
     return texts
+
+
+def _remembered(record: Path) -> str:
+    """The versions that an instance can go back to, or is about to go to; not those refused."""
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+        versions = [one for one in [*found["goods"], found.get("next")] if one]
+        parts = [f'"{one["release"]}"' for one in versions]
+        parts += [file["content"] for one in versions for file in one.get("files") or ()]
+        return "\n".join(parts)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _used(path: Path, named: Mapping[Path, str], *, by_name: bool) -> str:

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 OPT = "/opt/vllm"
@@ -478,11 +479,45 @@ def instances() -> Dict[str, Dict[str, Any]]:
         release = re.search(r'^FLEET_RELEASE="?([^"\n]*)', read(path) or "", re.MULTILINE)
         found[name] = {
             "actual": read_json(f"{STATE}/{name}/actual.json"),
+            "start_seconds": start_seconds(read_json(f"{STATE}/{name}/warmup.json")),
             "running": (read(f"{STATE}/{name}/running") or "").strip(),
             "ready": os.path.exists(f"{RUN}/{name}/ready"),
             "release": os.path.basename(release.group(1)) if release else "",
         }
     return found
+
+
+def start_seconds(report: Any) -> Optional[float]:
+    """How long the last start took that ended well; None where none has."""
+    try:
+        return float(report["load_seconds"]) + float(report["warm_seconds"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def rollout() -> Dict[str, Dict[str, Any]]:
+    """What is remembered of changes of each instance, the files of versions left out."""
+    found = {}
+    for path in sorted(glob.glob(f"{STATE}/_rollout/instances/*.json")):
+        record = read_json(path)
+        if not isinstance(record, dict):
+            continue
+        kept = ("release", "checksum", "at", "run")
+        found[os.path.basename(path)[: -len(".json")]] = {
+            "pool": record.get("pool"),
+            "goods": [{k: one.get(k) for k in kept} for one in record.get("goods") or []],
+            "refused": record.get("refused") or [],
+            "step": record.get("step"),
+        }
+    return found
+
+
+def lock() -> Dict[str, Any]:
+    """Who changes the fleet, where this host has its lock, and for how long nothing was heard."""
+    held = read_json(f"{STATE}/_rollout/lock.json")
+    if not isinstance(held, dict):
+        return {}
+    return {**held, "silent": max(0, int(time.time() - float(held.get("beat") or 0)))}
 
 
 def weights() -> Dict[str, Dict[str, Any]]:
@@ -583,6 +618,9 @@ def main() -> None:
             for path in glob.glob(f"{STATE}/loaded/*")
         },
         "instances": instances(),
+        "rollout": rollout(),
+        "held": read_json(f"{STATE}/_rollout/held.json") or {},
+        "lock": lock(),
         "texts": {path: read(path) for path in asked["texts"]},
         **{name: found if found is not None else {} for name, found in slow.items()},
     }

@@ -1,4 +1,4 @@
-"""Instances of vLLM: start what does not run, replace what runs with something else."""
+"""Instances of vLLM: start what does not run, end what is no longer wanted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Generator, Iterable
 from pyinfra import host
 from pyinfra.api import operation
 
-from vllm_fleet.causes import match
+from vllm_fleet.causes import Rank, last_error, match
 from vllm_fleet.operations.remote import Script, inline
 from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
+from vllm_fleet.rollout.hosts import CAUSE, LINE
 
 JOURNAL = "journal "
 FAILED = "failed "
@@ -23,13 +24,7 @@ def started(plan: HostPlan) -> Generator[Script, None, None]:
     if not waiting:
         host.noop("every instance runs")
         return
-    yield change("start", plan.spec.name, waiting)
-
-
-@operation()
-def replaced(plan: HostPlan, instance: PlannedInstance) -> Generator[Script, None, None]:
-    """Drain one instance, start it with the settings of the plan, wait until it is warm."""
-    yield change("restart", plan.spec.name, [instance])
+    yield change(plan.spec.name, waiting)
 
 
 @operation()
@@ -42,10 +37,10 @@ def retired(plan: HostPlan) -> Generator[Script, None, None]:
     yield Script(*inline("instances.py"), order=order)
 
 
-def change(action: str, where: str, instances: Iterable[PlannedInstance]) -> Script:
-    """The script that starts or restarts instances and explains a failure."""
+def change(where: str, instances: Iterable[PlannedInstance]) -> Script:
+    """The script that starts instances and explains a failure."""
     order = {
-        "action": action,
+        "action": "start",
         "instances": [{"name": i.name, "seconds": i.start_seconds} for i in instances],
     }
     return Script(
@@ -66,11 +61,17 @@ def explained(where: str, lines: Iterable[str]) -> list[str]:
     told = []
     for name, outcome in outcomes.items():
         told.append(f"{where}: instance {name}: {outcome}")
-        found = match("\n".join(logs.get(name, ())))
+        text = "\n".join(logs.get(name, ()))
+        found = match(text)
+        # What only says that something failed says less than the log's own words.
+        own = last_error(text) if not found or found[0].rank is Rank.GENERIC else ""
+        if own:
+            told += [f"{CAUSE}{own}", f"  read `journalctl -u vllm@{name}` on {where}"]
+            continue
         for one in found[:1]:
             told += [
-                f"  cause: {one.cause} ({one.id})",
-                f"  log line: {one.line}",
+                f"{CAUSE}{one.cause} ({one.id})",
+                f"{LINE}{one.line}",
                 f"  remedy: {one.remedy}",
             ]
         if not found:

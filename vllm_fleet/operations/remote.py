@@ -22,6 +22,36 @@ def inline(name: str) -> tuple[str, ...]:
     return "python3", "-u", "-c", SCRIPTS.joinpath(name).read_text()
 
 
+# Reads the modules from the first line of standard input and leaves the order, the second.
+BOOT = """
+import json, sys, types
+for name, source in json.loads(sys.stdin.readline()):
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, name + ".py", "exec"), module.__dict__)
+sys.exit(module.main())
+"""
+
+
+def bundled(label: tuple[str, ...], order: Any, *modules: str) -> StringCommand:
+    """A command that runs the last of some scripts of ours, which import the ones before.
+
+    Scripts and order go to its standard input; `gate/stop` names one of the gate's. ``label``
+    stands at the end of the command line, for whoever looks at the processes of the host.
+    """
+    sources = [(name.rpartition("/")[2], _source(name)) for name in modules]
+    words = ("python3", "-u", "-c", BOOT, *label)
+    return StringCommand(
+        *map(QuoteString, words), _stdin=f"{json.dumps(sources)}\n{json.dumps(order)}\n"
+    )
+
+
+def _source(name: str) -> str:
+    folder, _, module = name.rpartition("/")
+    where = resources.files(f"vllm_fleet.{folder or 'onhost'}")
+    return where.joinpath(f"{module}.py").read_text(encoding="utf-8")
+
+
 def installed(name: str, python: str = "/usr/bin/python3") -> tuple[str, ...]:
     """The words that run a script of ours which lies on the host."""
     return python, "-u", f"{paths.LIB}/{name}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
+from vllm_fleet import paths
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.engine_options import check_engine
 from vllm_fleet.spec.entries import check_entries
@@ -14,6 +16,7 @@ from vllm_fleet.spec.tls import ACME_PORT, check_tls
 from vllm_fleet.spec.words import nearest
 
 NODE_EXPORTER_PORT = 9100  # on every host
+TAKEN = frozenset({"loaded", "manifest.json", "metrics", "weights"})  # in paths.STATE
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
 
@@ -30,6 +33,8 @@ def check_fleet(
         _cards_and_ports(found, host)
         _instances(found, host)
         _listening(found, host)
+        _deadlines(found, host)
+    _one_rollout(found, loaded)
     _names(found, loaded)
     check_named_files(found, loaded, locks=locks)
     check_tls(found, warnings, loaded)
@@ -74,6 +79,9 @@ def _cards_and_ports(found: Findings, host: LoadedHost) -> None:
         if first is not at:
             text = f"stands twice on {{hosts}}: {first.place} has it too"
             found.say(At(at.layer, (*at.loc, "name")), text, me)
+        if instance.name in TAKEN:
+            text = f"is the name of a folder or file of ours in {paths.STATE}; choose another"
+            found.say(At(at.layer, (*at.loc, "name")), text)
         port_at = At(at.layer, (*at.loc, "port"))
         if instance.port in ports:
             text = f"port {instance.port} of {{hosts}} is taken by {ports[instance.port]}"
@@ -163,6 +171,45 @@ def _listening(found: Findings, host: LoadedHost) -> None:
                 text = f"port {port} of {{hosts}} is taken by {other}"
                 found.say(At(layer, loc), text, host.host.name)
                 break
+
+
+def _deadlines(found: Findings, host: LoadedHost) -> None:
+    """An instance can be healthy for long enough in time, and its change can end in time."""
+    layer = host.sources.get("rollout")
+    if layer is None:
+        return
+    rollout = host.settings.rollout
+    times = {
+        name: getattr(rollout, name)
+        for name in (
+            "minimum_healthy_seconds",
+            "healthy_deadline_seconds",
+            "progress_deadline_seconds",
+        )
+    }
+    for (name, less), (longer, more) in pairwise(times.items()):
+        if less < more:
+            continue
+        written = [one for one in (longer, name) if one in _keys(layer, "rollout")]
+        key = (written or [longer])[0]
+        text = f"{name} ({less}) must be less than {longer} ({more})"
+        found.say(At(layer, ("rollout", key) if written else ("rollout",)), text)
+
+
+def _keys(layer: Layer, key: str) -> list[str]:
+    """What is written below a key."""
+    return [str(name) for name in layer.document.root.items[key].items]
+
+
+def _one_rollout(found: Findings, loaded: Loaded) -> None:
+    """A change goes through the fleet in one way."""
+    gpu = [host for host in loaded.hosts if "gpu" in host.host.groups]
+    for host in gpu[1:]:
+        first, layer = gpu[0], host.sources.get("rollout")
+        layer = layer or first.sources.get("rollout")
+        if layer is not None and host.settings.rollout != first.settings.rollout:
+            text = f"{{hosts}}: differs from that of {first.host.name}; set it once, in all.yml"
+            found.say(At(layer, ("rollout",)), text, host.host.name, at_key=True)
 
 
 def _absent(host: LoadedHost, key: str) -> bool:

@@ -68,6 +68,12 @@ Revision = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*(/[A-Za-z0-9][A-Za-z0-9._+-]*)*$"),
     Wants("a tag, branch or commit"),
 ]
+Times = Annotated[float, Field(gt=1), Wants("a number greater than 1")]
+Share = Annotated[float, Field(ge=0, le=1), Wants("a share from 0 to 1")]
+NumberOrPercent = Annotated[
+    Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^([1-9]\d?|100)%$")],
+    Wants('a number from 1 on, or a percentage such as "25%"'),
+]
 EnvName = Annotated[
     str,
     Field(pattern=r"^[A-Z_][A-Z0-9_]*$"),
@@ -588,6 +594,80 @@ class Monitoring(Settings):
     )
 
 
+class Acceptance(Settings):
+    """What a changed instance must still do, measured on its old process and on the new one."""
+
+    probes: Annotated[int, Field(ge=1, le=50)] = Field(
+        5, description="Chats that are timed on each; their median counts."
+    )
+    answer_tokens: Annotated[int, Field(ge=8)] = Field(
+        256, description="Longest answer of a probe in tokens."
+    )
+    probe_seconds: Seconds = Field(
+        120, description="How long one probe may take; one that is not over by then has failed."
+    )
+    first_token_times: Times = Field(
+        2.0, description="Refused where the time to the first token grew to more than this."
+    )
+    tokens_times: Times = Field(
+        2.0, description="Refused where tokens a second fell to less than one part of this."
+    )
+    kv_cache_least: Share = Field(0.9, description="Least share of the KV cache that must be left.")
+    error_rate: Share = Field(
+        0.02, description="Largest share of failed requests while it is watched in its pool."
+    )
+
+
+class Rollout(Settings):
+    """How a change that restarts instances goes through the fleet; the same for every host."""
+
+    canaries: Annotated[int, Field(ge=0)] = Field(
+        1, description="Instances of each pool that change first, one at a time."
+    )
+    canary_hold_seconds: Annotated[int, Field(ge=0)] = Field(
+        60, description="How long a canary is watched in its pool before the next one changes."
+    )
+    wave: NumberOrPercent = Field(
+        1,
+        description="Instances that change side by side after the canaries, as a number or as a "
+        "percentage of those left.",
+        examples=["25%"],
+    )
+    most_out: NumberOrPercent = Field(
+        1,
+        description="Instances of one pool that may be out at once; of several one always stays.",
+        examples=["34%"],
+    )
+    allow_downtime: bool = Field(
+        False,
+        description="Restart the only instance of a pool also where that takes longer than the "
+        "gateway holds requests.",
+    )
+    minimum_healthy_seconds: Annotated[int, Field(ge=0)] = Field(
+        10, description="How long an instance must stay ready before it is let into its pool."
+    )
+    healthy_deadline_seconds: Seconds = Field(
+        3900, description="How long a start may take, until the instance was ready that long."
+    )
+    progress_deadline_seconds: Seconds = Field(
+        7200, description="How long one instance may take from leaving its pool to its return."
+    )
+    before_wave: OneLine | None = Field(
+        None,
+        description="Program on the operator's machine, run before each wave; it stops the "
+        "rollout where it fails.",
+        examples=["hooks/before-wave"],
+    )
+    after_wave: OneLine | None = Field(
+        None,
+        description="The same after each wave.",
+        examples=["hooks/after-wave"],
+    )
+    acceptance: Acceptance = Field(
+        default_factory=Acceptance, description="What a changed instance must still do."
+    )
+
+
 class HostSettings(Settings):
     """Every top-level key of group_vars, as one host has it after merging."""
 
@@ -659,6 +739,10 @@ class HostSettings(Settings):
     )
     drain_seconds: Annotated[int, Field(ge=0)] = Field(
         600, description="How long a stop waits for requests in flight."
+    )
+    rollout: Rollout = Field(
+        default_factory=Rollout,
+        description="How a change that restarts instances goes through the fleet.",
     )
     hold_driver_packages: bool = Field(
         True, description="Keep unattended upgrades away from the GPU driver's packages."

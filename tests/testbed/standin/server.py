@@ -80,7 +80,7 @@ class App:
         self.state = SimpleNamespace(engine_client=SimpleNamespace(errored=False))
         self.running = 0
         self.prompt = self.generated = self.finished = 0
-        self.first_answer = 0.0
+        self.first_client = 0.0  # when the first request came that is no warm-up or probe
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -102,6 +102,8 @@ class App:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        if not any(name == b"x-fleet-token" for name, _ in scope["headers"]):
+            self.first_client = self.first_client or time.monotonic()
         left = asyncio.create_task(self.gone(receive))
         work = asyncio.create_task(self.post(path, body, send))
         await asyncio.wait({left, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +181,6 @@ class App:
     ) -> None:
         """Words at the pace of the behaviour, streamed or at once."""
         how = self.how
-        self.first_answer = self.first_answer or time.monotonic()
         if how.fault == "never ends":
             wanted = 10**9
         begun = time.monotonic()
@@ -251,8 +252,8 @@ def watch_engine(engine: subprocess.Popen[bytes], app: App) -> None:
 
 
 def crash_later(engine: subprocess.Popen[bytes], app: App, seconds: float) -> None:
-    """End the engine this long after the first answer."""
-    while not app.first_answer or time.monotonic() < app.first_answer + seconds:
+    """End the engine this long after the first client."""
+    while not app.first_client or time.monotonic() < app.first_client + seconds:
         time.sleep(0.1)
     engine.kill()
 

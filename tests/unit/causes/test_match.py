@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_fleet.causes import Rank, load, match
+from vllm_fleet.causes import Rank, last_error, load, match
 from vllm_fleet.causes.table import TableError, parse
 
 HERE = Path(__file__).parent
@@ -121,3 +121,16 @@ ENTRY = "- {id: a, pattern: 'x', where: engine, cause: c, remedy: r, source: s}\
 def test_a_wrong_table_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(TableError, match=complaint):
         parse(text)
+
+
+def test_the_last_error_in_words_of_its_own_is_told() -> None:
+    own = "(EngineCore pid=7) ERROR 11-02 [core.py:1] ValueError: the moon is too bright\n"
+    assert last_error(BOOT + own + LAST_LINES) == "ValueError: the moon is too bright"
+    assert last_error("vllm: error: the moon is up\n" + LAST_LINES) == ("error: the moon is up")
+    ours = "warmup: air-a: FAILED: warm-up request `chat`: /v1/chat answered 500\n"
+    assert last_error(ours + LAST_LINES).endswith("`chat`: /v1/chat answered 500")
+    # What only points upwards is not the cause.
+    points = "warmup: air-a: FAILED: vLLM ended during its start; its own lines above say why\n"
+    assert last_error(own + points + LAST_LINES) == "ValueError: the moon is too bright"
+    assert match(own + points + LAST_LINES)[0].rank is Rank.GENERIC
+    assert last_error(BOOT + LAST_LINES) == ""

@@ -158,3 +158,35 @@ def test_units_and_packages_that_the_exam_needs_are_asked_for() -> None:
     wanted = json.loads(asked())
     assert set(exam.UNITS) <= set(wanted["units"])
     assert set(exam.PACKAGES) <= set(wanted["packages"])
+
+
+def test_what_is_remembered_of_changes_is_told_without_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "STATE", str(tmp_path))
+    folder = tmp_path / "_rollout/instances"
+    folder.mkdir(parents=True)
+    good = {"release": "0.31", "checksum": "c", "at": 1, "run": "r", "files": [{"content": "key"}]}
+    step = {"name": "swapping", "to": {"release": "0.32", "checksum": "d"}}
+    record = {"pool": "glm", "goods": [good], "refused": [], "next": good, "step": step}
+    (folder / "a.json").write_text(json.dumps(record))
+    (folder / "b.json").write_text("{")
+    found = script.rollout()
+    assert list(found) == ["a"]
+    assert found["a"]["step"] == step
+    assert found["a"]["goods"] == [{"release": "0.31", "checksum": "c", "at": 1, "run": "r"}]
+    assert "key" not in json.dumps(found)
+    assert HostState.__dataclass_fields__["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("report", "seconds"),
+    [
+        ({"load_seconds": 3.5, "warm_seconds": 1}, 4.5),
+        ({"load_seconds": 3.5}, None),
+        (None, None),
+        ([], None),
+    ],
+)
+def test_how_long_the_last_start_took(report: Any, seconds: float | None) -> None:
+    assert script.start_seconds(report) == seconds

@@ -40,6 +40,14 @@ def test_the_newest_are_kept_beside_what_is_wanted_or_runs() -> None:
     assert pruning.order(HostSettings(keep_releases=3), host, [NAMES[4]], []) == {}
 
 
+def test_what_rollback_needs_is_no_candidate() -> None:
+    record = {"goods": [{"release": NAMES[4]}, {"release": NAMES[0]}], "next": None}
+    record["refused"] = [{"release": NAMES[1]}]
+    host = state(releases=RELEASES, rollout={"a": record})
+    found = pruning.order(HostSettings(keep_releases=0), host, [NAMES[4]], [])
+    assert found["releases"] == NAMES[1:4]
+
+
 def test_only_revisions_of_served_models_are_chosen() -> None:
     host = state(
         weights={
@@ -131,6 +139,22 @@ def test_what_is_named_or_used_is_left(host: Host, capsys: pytest.CaptureFixture
             p.communicate()
         process.communicate()
     assert host.prune(running) == [running]
+
+
+def test_what_an_instance_can_go_back_to_is_left(host: Host) -> None:
+    before, refused = host.release("0.1.0-a"), host.release("0.2.0-b")
+    weights, other = host.revision("v1"), host.revision("v2")
+    records = host.root / "state/_rollout/instances"
+    records.mkdir(parents=True)
+    script = {"path": "/etc/vllm/a.sh", "content": f"exec vllm serve {weights} --x 1\n"}
+    good = {"release": before.name, "files": [script]}
+    bad = {"release": refused.name, "why": "slow"}
+    text = json.dumps({"goods": [good], "next": None, "refused": [bad]})
+    (records / "a.json").write_text(text)
+    assert host.prune(before, refused, weights, other) == [refused, other]
+    # A record that cannot be read holds nothing, and stops nothing.
+    (records / "a.json").write_text("{")
+    assert host.prune(before) == [before]
 
 
 def test_a_name_that_only_begins_alike_does_not_hold(host: Host) -> None:

