@@ -159,16 +159,25 @@ local function string_value(body, open, close)
   return ok and decoded[1] or nil
 end
 
+-- The same for two bytes that follow each other, as this machine reads them: half as many steps.
+local weight_of_two = ffi.new("uint16_t[65536]")
+for c = 0, 65535 do
+  weight_of_two[c] = weight[c % 256] + weight[rshift(c, 8)]
+end
+local two_bytes = ffi.typeof("const uint16_t *")
+
 -- Thousandths of tokens of the bytes from..to, without escapes of the form \u.
 local function plain_tokens(p, from, to)
   local total, at = 0, from
   while at <= to do
-    local stop, sum = min(at + 65535, to), 0  -- in blocks, so that the sum keeps to 32 bits
-    while at + 7 <= stop do
-      sum = tobit(sum + weight[p[at]] + weight[p[at + 1]] + weight[p[at + 2]] + weight[p[at + 3]]
-                  + weight[p[at + 4]] + weight[p[at + 5]] + weight[p[at + 6]] + weight[p[at + 7]])
-      at = at + 8
+    local stop = min(at + 65535, to)  -- in blocks, so that the sum keeps to 32 bits
+    local q, w, pairs_in = ffi.cast(two_bytes, p + at), weight_of_two, rshift(stop - at + 1, 4) * 8
+    local sum, other = 0, 0  -- two that do not wait for each other
+    for i = 0, pairs_in - 8, 8 do
+      sum = tobit(sum + w[q[i]] + w[q[i + 1]] + w[q[i + 2]] + w[q[i + 3]])
+      other = tobit(other + w[q[i + 4]] + w[q[i + 5]] + w[q[i + 6]] + w[q[i + 7]])
     end
+    sum, at = sum + other, at + 2 * pairs_in
     while at <= stop do
       sum = tobit(sum + weight[p[at]])
       at = at + 1
