@@ -32,7 +32,7 @@ demo-down: $(VENV)/.ready ## Remove the demo's hosts and restore this machine; c
 
 .PHONY: check
 check: $(VENV)/.ready check-code ## Lint, types, unit tests: under a minute, no root
-	$(PY) -m pytest -q -n 2 -m 'not integration' tests/unit
+	$(PY) -m pytest -q -n 2 -m 'not integration and not deploys' tests/unit
 
 .PHONY: test
 test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check, and tests on real hosts

@@ -42,6 +42,9 @@ ONE_WAY = frozenset(
 ELSEWHERE = frozenset({"nnodes", "data-parallel-size-local", "distributed-executor-backend"})
 REPEATED = frozenset({"middleware"})  # one value each, may be given several times
 GATE = "gate.Gate"  # in paths.LIB, which is on PYTHONPATH
+# How long the server keeps an idle connection; gateways close theirs long before, as a request
+# that is sent while the server closes is lost.
+KEEP_ALIVE, KEEP_ALIVE_SECONDS = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", 120
 
 _NAME = re.compile(r"[a-z0-9][A-Za-z0-9.+-]*")
 

@@ -27,8 +27,14 @@ SHUTDOWN_SECONDS = 30  # from SIGTERM to SIGKILL; stop.py has the same
 JOURNAL_GIB = 4
 SLACK_SECONDS = 30  # by which systemd's limits come after the scripts' own
 
-# What the plan decides, and the gate and warm-up rely on.
-RESERVED_ENV = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES"})
+# What the plan decides, and the gate, the warm-up and gateways rely on.
+RESERVED_ENV = {
+    **dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES"),
+        "cards are chosen by `cards`",
+    ),
+    engine.KEEP_ALIVE: "gateways close idle connections before the engine does",
+}
 RESERVED_ENV_PREFIX = "FLEET_"
 # Nothing that is cached by one release is read by another, and no instance writes another's:
 # kernels compiled for one version have poisoned the next.
@@ -157,9 +163,10 @@ def quote_env(value: str) -> str:
 def _environment(instance: PlannedInstance) -> dict[str, str]:
     for key in instance.env:
         if key in RESERVED_ENV or key.startswith(RESERVED_ENV_PREFIX):
+            why = RESERVED_ENV.get(key, "the gate and the warm-up go by it")
             raise InstanceError(
                 f"instance {instance.name} on {instance.host}: env `{key}` is set by the plan; "
-                "take it out (cards are chosen by `cards`)"
+                f"take it out ({why})"
             )
     state = f"{paths.STATE}/{instance.name}"
     release = f"{paths.RELEASES}/{instance.release}"
@@ -199,8 +206,7 @@ def _environment(instance: PlannedInstance) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # longer than nginx keeps an idle connection, or it reuses one that vLLM just closed
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
+        engine.KEEP_ALIVE: str(engine.KEEP_ALIVE_SECONDS),
         "VLLM_LOGGING_COLOR": "0",
     }
     for key, value in instance.env.items():

@@ -101,6 +101,7 @@ class Deployed:
 
     def access_log(self, since: float) -> list[dict[str, Any]]:
         """The gateway's log lines of requests that ended since a moment."""
+        time.sleep(1.5)  # nginx writes it once a second
         text = self.look(f"cat {ACCESS_LOG}")
         lines = [json.loads(line) for line in text.splitlines()]
         return [line for line in lines if line["msec"] >= since and line["pool"] != "-"]

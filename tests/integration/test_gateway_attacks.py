@@ -26,6 +26,7 @@ from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available, wait_for
 from tests.stubs.http2 import Http2
 from tests.unit.gateway.fleet import pool
+from vllm_fleet.spec.model import ApiKey
 
 pytestmark = [
     pytest.mark.integration,
@@ -34,7 +35,7 @@ pytestmark = [
 ]
 
 KEY = "sk-attacked-4711"
-KEYS = (("team-a", KEY),)
+KEYS = (ApiKey(name="team-a", key=KEY),)
 MINE = {"Authorization": f"Bearer {KEY}"}
 SECRET = "the-body-says-hush"  # stands in bodies, and must stand nowhere else
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": SECRET}]}).encode()

@@ -671,6 +671,25 @@ def test_sites_of_others_go_on(engines: list[Engine]) -> None:
         assert nginx.ask("GET", "/", headers={"Host": "wiki.example"})[2] == b"wiki"
 
 
+def test_connections_to_engines_are_kept(pair: Nginx, engines: list[Engine]) -> None:
+    for index in range(40):
+        assert pair.chat("m", stream_options=None, n=index)[0] == 200
+    for engine in engines:
+        assert len(engine.hits) >= 10
+        assert len({hit.connection for hit in engine.hits}) <= len(pair.workers)
+
+
+def test_no_request_goes_to_a_connection_that_the_engine_has_closed(
+    pair: Nginx, engines: list[Engine]
+) -> None:
+    for _ in range(4):
+        assert {pair.chat("m")[0] for _ in range(8)} == {200}
+        for engine in engines:
+            engine.stop()
+            engine.start()
+        pair.wait_ready(all=True)
+
+
 def test_many_requests_on_one_connection(pair: Nginx, engines: list[Engine]) -> None:
     connection = pair.connect()
     for index in range(50):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.deployed import Deployed
 from tests.integration.operators import changes
-from tests.testbed import hub
+from tests.testbed import hub, tiny_models
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -169,9 +169,14 @@ def test_nothing_planned_or_broken_reaches_clients_but_what_was_already_sent(
 
 def test_a_flipped_byte_at_the_hub_stops_the_deploy_before_any_start(deployed: Deployed) -> None:
     deployed.wait_ready()
+    # Other weights than those on the hosts: equal files are linked, not fetched.
+    repository = deployed.bed.hub / "Qwen" / "qwen3-flipped"
+    tiny_models.make(repository / "v1", "qwen3", seed=2)
+    (repository / "revisions.json").write_text('{"v1.0": "v1"}\n')
 
     def add(data: dict[str, Any]) -> None:
-        data["models"]["qwen3-flipped"] = {**data["models"]["qwen3-tiny"], "aliases": []}
+        other = {**data["models"]["qwen3-tiny"], "aliases": [], "repo": "Qwen/qwen3-flipped"}
+        data["models"]["qwen3-flipped"] = other
         data["instances"].append(
             {"name": "flipped", "hosts": ["demo-gpu-1"], "model": "qwen3-flipped", "port": 8003}
         )

@@ -99,6 +99,7 @@ class Box:
 
     def served(self) -> Counter[str]:
         """How many requests each instance has answered, by the gateway's log."""
+        time.sleep(1.5)  # nginx writes it once a second
         log = self.host.sh("cat /var/log/nginx/vllm-fleet.access.json").stdout
         lines = [json.loads(line) for line in log.splitlines()]
         return Counter(line["tried"].split("/")[-1].partition(":")[0] for line in lines)

@@ -41,6 +41,7 @@ class Hit:
     headers: dict[str, str]
     body: bytes
     began: float
+    connection: int = 0  # which of those to this stand-in
     ended: float | None = None
     aborted: bool = False  # the client left before the answer's end
 
@@ -162,11 +163,11 @@ class Engine:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
-        hit = Hit(path, headers, body, time.monotonic())
+        hit = Hit(path, headers, body, time.monotonic(), id(writer))
         self.hits.append(hit)
         self.in_flight += 1
         work = asyncio.ensure_future(self._work(path, hit, writer))
-        left = asyncio.ensure_future(reader.read(1))  # ends when the client closes
+        left = asyncio.ensure_future(self._left(reader))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
             # A client that leaves while much is on its way to it breaks the writing.
@@ -181,6 +182,12 @@ class Engine:
                     await task
             hit.ended = time.monotonic()
             self.in_flight -= 1
+
+    @staticmethod
+    async def _left(reader: asyncio.StreamReader) -> None:
+        """Ends when the client has closed the connection; its next request is left alone."""
+        while not reader.at_eof() and reader.exception() is None:
+            await asyncio.sleep(0.005)
 
     async def _work(self, path: str, hit: Hit, writer: asyncio.StreamWriter) -> bool:
         await asyncio.sleep(self.first_byte)

@@ -225,9 +225,13 @@ class Nginx:
         wait_for(reached)
 
     def access(self) -> list[dict[str, Any]]:
-        """The access log, one object a request."""
+        """The access log, one object a request, by the time when it ended.
+
+        Each worker writes out what it has once a second.
+        """
         log = self.root / gateway.ACCESS_LOG.lstrip("/")
-        return [json.loads(line) for line in log.read_text().splitlines()]
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        return sorted(lines, key=lambda line: float(line["msec"]))
 
     def logged(self, request_id: str) -> dict[str, Any]:
         """The access log's line of one request; nginx writes it after the answer."""

@@ -50,6 +50,11 @@ ACME_WEBROOT = f"{paths.STATE}/acme"
 AT_ONCE = 1.25
 UNKNOWN_SEQS = 1024  # the largest that vLLM takes by itself
 
+# Idle connections that a worker keeps to the instances of a pool: nginx has 768 connections a
+# worker by default, for everything, and does not take these back when it runs short.
+MIN_IDLE, MAX_IDLE, ALL_IDLE = 4, 64, 256
+IDLE_SECONDS = engine.KEEP_ALIVE_SECONDS // 2  # how long; always far less than the engine does
+
 _LENGTH = re.compile(r"^(\d+(?:\.\d+)?)([kKmMgG]?)$")
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
@@ -133,6 +138,8 @@ def files(
         connections=settings.connections_per_address,
         unlimited=_networks(settings.connections_unlimited),
         longest_answer=settings.longest_answer,
+        idle_connections=max(MIN_IDLE, min(MAX_IDLE, ALL_IDLE // max(len(data), 1))),
+        idle_seconds=IDLE_SECONDS,
         stalled_client_seconds=settings.stalled_client_seconds,
         paths=API_PATHS,
         status_port=status_port,

@@ -35,6 +35,7 @@ OWN_ENV = {
     "ROCR_VISIBLE_DEVICES": "it follows from `cards`",
     "NVIDIA_VISIBLE_DEVICES": "it follows from `cards`",
     "CUDA_DEVICE_ORDER": "it is always PCI_BUS_ID, so that indices are those of nvidia-smi",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "gateways close idle connections before the engine does",
     "HOME": "it is the instance's own directory",
     "PATH": "it is that of the release",
     "VIRTUAL_ENV": "it is that of the release",

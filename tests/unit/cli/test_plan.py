@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.unit.cards.made import matrix, uniform, with_lost
 from tests.unit.deploys.test_fake import BY_KIND, VARS, lay_out
 from tests.unit.fleets import CARDS, state
 
+pytestmark = pytest.mark.deploys
 REPO = Path(__file__).resolve().parents[3]
 HEADER, *ROWS = CARDS.splitlines()
 

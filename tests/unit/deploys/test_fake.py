@@ -10,8 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.unit.fleets import ALL, state
 
+pytestmark = pytest.mark.deploys
 REPO = Path(__file__).resolve().parents[3]
 INVENTORY = """\
 import json as _json

@@ -22,6 +22,7 @@ from vllm_fleet.spec.inputs import Inputs
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.state import HostState
 
+pytestmark = pytest.mark.deploys
 REPO = Path(__file__).resolve().parents[3]
 # Declared against the alphabet, so that no order comes out right by chance.
 HOSTS = ("gpu-3", "gpu-1", "gpu-2")

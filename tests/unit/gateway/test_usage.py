@@ -68,6 +68,9 @@ TRICKS = r'x" \" {"usage":{"prompt_tokens":0}} \\" usage'
         ({"tools": [{"usage": {"prompt_tokens": 0}}], "x": "usage", "usage": USAGE}, [7, 3]),
         ({"metadata": {"usage": {"prompt_tokens": 1}}, "usage": USAGE}, [7, 3]),
         ({"metadata": {"usage": {"prompt_tokens": 1}}}, ESTIMATED),
+        ({"usage": USAGE, "metadata": [{"usage": {"prompt_tokens": 1}}]}, [7, 3]),
+        ({"usage": USAGE, "metadata": {"usage": {}}, "kind": "usage"}, [7, 3]),
+        ({"usage": USAGE, "text": TRICKS, "y": [{}]}, [7, 3]),
         ({"usages": USAGE, "usag": USAGE, "us\\age": USAGE, 'us"age': USAGE}, ESTIMATED),
         ({"usage": None, "x": {"prompt_tokens": 1}}, ESTIMATED),
         ({"usage": [USAGE]}, ESTIMATED),
@@ -101,6 +104,8 @@ def test_every_form_over_every_border(body: dict[str, Any], cost: list[int]) -> 
     for text in (json.dumps(body).encode(), json.dumps(body, indent=1).encode()):
         cases = everywhere(text)
         got = run([answer(pieces) for pieces in cases])
+        whole = {**JSON, "Content-Length": str(len(text))}  # then a piece may be known to be all
+        got += run([answer(pieces, header=whole) for pieces in ([text], [b"", text], cases[-1])])
         assert {tuple(g["cost"]) for g in got} == {tuple(cost)}
         assert {b"".join(map(bytes.fromhex, g["out"])) for g in got} == {text}
 

@@ -7,6 +7,8 @@
 
 local cjson = require "cjson"
 
+local changes = require "fleet.changes"
+
 local state = ngx.shared.fleet_state
 
 local M = {}
@@ -58,10 +60,13 @@ function M.load(directory)
   stamp = ngx.md5(text)
   state:set("pools", text)
   state:set("pools_stamp", stamp)
+  changes.happened()
 end
 
+local changed = changes.watch()
+
 local function refresh()
-  local now = state:get("pools_stamp")
+  local now = changed() and state:get("pools_stamp")
   if now and now ~= stamp then
     use(cjson.decode(state:get("pools")))
     stamp = now

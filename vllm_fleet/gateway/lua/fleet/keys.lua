@@ -14,7 +14,14 @@ local answer = require "fleet.answer"
 local config = require "fleet.config"
 local metrics = require "fleet.metrics"
 
-pcall(ffi.cdef, "unsigned char *SHA256(const unsigned char *d, size_t n, unsigned char *md);")
+-- Of libcrypto, which nginx itself is linked with. SHA256() in one call looks its algorithm up by
+-- name each time in OpenSSL 3, which takes longer than the digest.
+pcall(ffi.cdef, [[
+  struct vllm_fleet_sha256 { uint32_t words[28]; };  // SHA256_CTX in all releases
+  int SHA256_Init(struct vllm_fleet_sha256 *c);
+  int SHA256_Update(struct vllm_fleet_sha256 *c, const void *data, size_t n);
+  int SHA256_Final(unsigned char *digest, struct vllm_fleet_sha256 *c);
+]])
 
 local state = ngx.shared.fleet_state
 
@@ -26,10 +33,12 @@ local OPEN = {name = "-"}  -- who asks where no key is asked for
 local path, seen, trouble
 local records  -- {digest = record}, or nil where no key is asked for
 
-local digest = ffi.new("unsigned char[32]")
+local digest, context = ffi.new("unsigned char[32]"), ffi.new("struct vllm_fleet_sha256")
 
 local function sha256(text)
-  ffi.C.SHA256(text, #text, digest)  -- of libcrypto, which nginx itself is linked with
+  ffi.C.SHA256_Init(context)
+  ffi.C.SHA256_Update(context, text, #text)
+  ffi.C.SHA256_Final(digest, context)
   return ffi.string(digest, 32)
 end
 

@@ -80,30 +80,76 @@ end
 -- Add `by`, or one; `labels` as written between the braces, values escaped.
 function M.count(name, labels, by)
   add(name .. "{" .. labels .. "}", by or 1)
-  if name == TOKENS then
-    rates.tokens(labels:match('pool="([^"]*)"'), by)
-  end
 end
+
+-- A table that makes each of its values, from the key, when it is first asked for. Names of series
+-- are made so: there are few, and each request would make half a dozen of them anew.
+local function made_once(make)
+  return setmetatable({}, {__index = function(made, key)
+    local value = make(key)
+    made[key] = value
+    return value
+  end})
+end
+
+local token_series = made_once(function(pool)
+  return made_once(function(key)
+    local labels = string.format('%s{pool="%s",key="%s",kind=', TOKENS, escape(pool), escape(key))
+    return {labels .. '"prompt"}', labels .. '"completion"}'}
+  end)
+end)
 
 -- Tokens of one request, for chargeback.
 function M.tokens(pool, key, prompt, completion)
-  local labels = string.format('pool="%s",key="%s",', escape(pool), escape(key))
-  M.count(TOKENS, labels .. 'kind="prompt"', prompt)
-  M.count(TOKENS, labels .. 'kind="completion"', completion)
+  local series = token_series[pool][key]
+  add(series[1], prompt)
+  add(series[2], completion)
+  rates.tokens(pool, prompt + completion)
 end
 
--- Labels of a pool, and of one of its instances; built once for each.
-local built = {}
+-- Labels of a pool, and of one of its instances.
+local function write_labels(pool, host, name)
+  return string.format('pool="%s",host="%s",instance="%s"', escape(pool), escape(host),
+                       escape(name))
+end
+local labels_without = made_once(function(pool)
+  return write_labels(pool, "", "")
+end)
+local labels_with = made_once(function(pool)
+  return made_once(function(id)
+    return write_labels(pool, id:match("^(.-)/(.*)$"))
+  end)
+end)
+
 local function labels_of(pool, instance)
-  local key = instance and pool .. "\n" .. instance.id or pool
-  local labels = built[key]
-  if not labels then
-    labels = string.format('pool="%s",host="%s",instance="%s"', escape(pool),
-                           instance and escape(instance.host) or "",
-                           instance and escape(instance.name) or "")
-    built[key] = labels
+  if instance then
+    return labels_with[pool][instance.id]
   end
-  return labels
+  return labels_without[pool]
+end
+
+local request_series = made_once(function(labels)
+  return made_once(function(status)
+    return string.format('vllm_fleet_gateway_requests_total{%s,code="%d"}', labels, status)
+  end)
+end)
+local key_series = made_once(function(pool)
+  return made_once(function(key)
+    return made_once(function(status)
+      return string.format(
+        'vllm_fleet_gateway_key_requests_total{key="%s",pool="%s",code="%d"}', escape(key),
+        escape(pool), status)
+    end)
+  end)
+end)
+
+local buckets = {}
+for at = 1, #HISTOGRAMS do
+  buckets[at] = made_once(function(labels)
+    return made_once(function(bucket)
+      return "h" .. at .. "\n" .. labels .. "\n" .. bucket
+    end)
+  end)
 end
 
 -- Each observation is booked in its own bucket alone; text() adds them up.
@@ -116,19 +162,17 @@ local function observe(at, labels, value)
       break
     end
   end
-  local prefix = "h" .. at .. "\n" .. labels .. "\n"
-  add(prefix .. bucket, 1)
-  add(prefix .. "sum", value)
+  local series = buckets[at][labels]
+  add(series[bucket], 1)
+  add(series.sum, value)
 end
 
 -- One request that has ended. `instance` is the last one that it was given to, or nil; `key` the
 -- owner of the key; `first_byte` and `seconds` are times since the request began, or nil.
 function M.request(pool, instance, key, status, first_byte, seconds)
   local labels = labels_of(pool, instance)
-  local code = string.format('code="%d"', status)
-  M.count("vllm_fleet_gateway_requests_total", labels .. "," .. code)
-  M.count("vllm_fleet_gateway_key_requests_total",
-          string.format('key="%s",pool="%s",%s', escape(key), escape(pool), code))
+  add(request_series[labels][status], 1)
+  add(key_series[pool][key][status], 1)
   if status < 400 and instance then
     if first_byte then
       observe(FIRST_BYTE_AT, labels, first_byte)

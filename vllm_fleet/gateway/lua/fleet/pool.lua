@@ -10,10 +10,13 @@
 --   drain:  1 while marked      fails:  failures in a row     trips: times the breaker opened
 --   open:   when an open breaker lets a request try again; absent while it is closed
 --   probe:  that request is under way
+-- Of these, requests look at a worker's copy of ready, drain, open and fails; who changes one says
+-- so to fleet.changes.
 
 local bit = require "bit"
 local ffi = require "ffi"
 
+local changes = require "fleet.changes"
 local config = require "fleet.config"
 local gauge = require "fleet.gauge"
 
@@ -36,6 +39,31 @@ local PROBE = 10
 -- always allowed: the next request of a conversation comes before its last one is booked off.
 local BOUND, ALWAYS = 1.3, 2
 
+local changed = changes.watch()
+local copies = {}  -- by id
+
+-- What is known of an instance. fresh() comes first, once for all that are looked at together.
+local function known_of(instance)
+  local id = instance.id
+  local known = copies[id]
+  if not known then
+    known = {
+      ready = state:get("ready:" .. id) == 1,
+      draining = state:get("drain:" .. id) ~= nil,
+      open = state:get("open:" .. id),
+      fails = state:get("fails:" .. id),
+    }
+    copies[id] = known
+  end
+  return known
+end
+
+local function fresh()
+  if changed() then
+    copies = {}
+  end
+end
+
 -- Ready
 
 function M.is_ready(instance)
@@ -47,6 +75,7 @@ function M.set_ready(instance, ready, why)
   local key, value = "ready:" .. instance.id, ready and 1 or 0
   if state:get(key) ~= value then
     state:set(key, value)
+    changes.happened()
     ngx.log(ready and ngx.NOTICE or ngx.ERR, "vllm-fleet: ", instance.id,
             ready and " is ready" or " is not ready: ", ready and "" or why)
   end
@@ -68,13 +97,15 @@ end
 
 -- Book that an instance answered a request, whatever it said.
 function M.worked(instance)
-  local id = instance.id
-  if state:get("fails:" .. id) then
-    for _, key in ipairs({"fails:", "trips:", "probe:"}) do
+  fresh()
+  if known_of(instance).fails then
+    local id = instance.id
+    local was_open = state:get("open:" .. id)
+    for _, key in ipairs({"fails:", "trips:", "probe:", "open:"}) do
       state:delete(key .. id)
     end
-    if state:get("open:" .. id) then
-      state:delete("open:" .. id)
+    changes.happened()
+    if was_open then
       ngx.log(ngx.NOTICE, "vllm-fleet: ", id, " answers again; it gets requests as before")
     end
   end
@@ -84,6 +115,7 @@ end
 function M.failed(instance, why, probe)
   local id = instance.id
   local fails = state:incr("fails:" .. id, 1, 0)
+  changes.happened()
   if state:get("open:" .. id) then
     if not probe then
       return  -- of those that were under way when the breaker opened
@@ -94,6 +126,7 @@ function M.failed(instance, why, probe)
   local seconds = min(FIRST_OUT * 2 ^ (state:incr("trips:" .. id, 1, 0) - 1), LONGEST_OUT)
   state:set("open:" .. id, ngx.now() + seconds)
   state:delete("probe:" .. id)
+  changes.happened()
   ngx.log(ngx.ERR, "vllm-fleet: ", id, " failed ", fails, " times in a row (last: ", why,
           ") although it says that it is ready; it gets nothing for ", seconds,
           " seconds, then one request as a trial. See `journalctl -u vllm@", instance.name,
@@ -152,6 +185,7 @@ function M.recall()
         else
           state:set(key, 1)
         end
+        changes.happened()
         ngx.log(ngx.NOTICE, "vllm-fleet: ", instance.id, known and " is no longer drained"
                 or " is drained: it gets no new request", " (", mark_of(instance), ")")
       end
@@ -190,6 +224,7 @@ function M.drain(id)
   file:close()
   if not M.is_draining(instance.id) then
     state:set("drain:" .. id, 1)
+    changes.happened()
     ngx.log(ngx.NOTICE, "vllm-fleet: ", id, " is drained: it gets no new request")
   end
   return M.in_flight(instance)
@@ -207,6 +242,7 @@ function M.undrain(id)
   end
   if M.is_draining(instance.id) then
     state:delete("drain:" .. id)
+    changes.happened()
     ngx.log(ngx.NOTICE, "vllm-fleet: ", id, " is no longer drained")
   end
   return M.in_flight(instance)
@@ -214,27 +250,41 @@ end
 
 -- Choice
 
+local flight = setmetatable({}, {__index = function(names, id)  -- names of gauges, built once
+  local name = "flight:" .. id
+  names[id] = name
+  return name
+end})
+
 function M.in_flight(instance)
-  return gauge.get("flight:" .. instance.id)
+  return gauge.get(flight[instance.id])
 end
 
--- Why an instance gets no requests: "not ready", "drained", "broken"; or nil where it does.
-function M.why_not(instance)
-  if not M.is_ready(instance) then
+local function why_not(instance)
+  local known = known_of(instance)
+  if not known.ready then
     return "not ready"
-  elseif M.is_draining(instance.id) then
+  elseif known.draining then
     return "drained"
-  end
-  local open = state:get("open:" .. instance.id)
-  if open and (ngx.now() < open or state:get("probe:" .. instance.id)) then
+  elseif known.open and (ngx.now() < known.open or state:get("probe:" .. instance.id)) then
     return "broken"
   end
   return nil
 end
 
+-- Why an instance gets no requests: "not ready", "drained", "broken"; or nil where it does.
+function M.why_not(instance)
+  fresh()
+  return why_not(instance)
+end
+
 -- The instances of a pool by context length, the smallest first. An unknown length counts as the
 -- largest: the engine knows it.
 local classes = setmetatable({}, {__mode = "k"})
+
+local function shorter(a, b)
+  return a.length < b.length
+end
 
 local function classes_of(pool)
   local known = classes[pool]
@@ -255,7 +305,10 @@ local function classes_of(pool)
         instance.adapters[name] = true
       end
     end
-    table.sort(known, function(a, b) return a.length < b.length end)
+    table.sort(known, shorter)
+    for k, class in ipairs(known) do
+      class.queue = M.queue_name(pool, k)
+    end
     classes[pool] = known
   end
   return known
@@ -292,9 +345,9 @@ local function choose(class, request)
   local size = #class
   for i = 1, size do
     local instance = class[(turn + i) % size + 1]
-    if not tried[instance.id] and (not lora or instance.adapters[lora])
-        and not M.why_not(instance) then
-      local count = M.in_flight(instance)
+    if not (tried and tried[instance.id]) and (not lora or instance.adapters[lora])
+        and not why_not(instance) then
+      local count = gauge.get(flight[instance.id])
       found = found + 1
       usable[found], counts[found] = instance, count
       total = total + count
@@ -338,8 +391,9 @@ end
 -- none. `first`: the request is the first of its queue, so nobody waits before it.
 function M.take(pool, request, first)
   local all, why = classes_of(pool), "none"
+  fresh()
   for k = M.class(pool, request.need), #all do
-    if gauge.get(M.queue_name(pool, k)) > 0 and not (first and k == request.class) then
+    if gauge.get(all[k].queue) > 0 and not (first and k == request.class) then
       why = "full"
     else
       while true do
@@ -351,11 +405,11 @@ function M.take(pool, request, first)
           break
         end
         -- Other workers choose at the same time: what counts is what was booked.
-        local broken = state:get("open:" .. instance.id)
-        if gauge.add("flight:" .. instance.id, 1) > instance.limit then
-          gauge.add("flight:" .. instance.id, -1)
+        local name, broken = flight[instance.id], known_of(instance).open
+        if gauge.add(name, 1) > instance.limit then
+          gauge.add(name, -1)
         elseif broken and not state:add("probe:" .. instance.id, 1, PROBE) then
-          gauge.add("flight:" .. instance.id, -1)
+          gauge.add(name, -1)
         else
           request.probe = broken and true or nil
           return instance
@@ -368,7 +422,7 @@ end
 
 -- Book that a request is no longer with its instance.
 function M.give(instance)
-  gauge.add("flight:" .. instance.id, -1)
+  gauge.add(flight[instance.id], -1)
 end
 
 return M

@@ -1,10 +1,11 @@
 -- One request's way: admitted, given to an instance, held while there is none, queued while all are
 -- at their limit, tried elsewhere where that is safe, logged.
 --
--- nginx runs admit() as content of the client's location. It jumps to @fleet_proxy, where choose()
--- runs in the access phase, before proxy_pass. When that try ends in 502, 503 or 504, error_page
--- jumps to @fleet_proxy again, and choose() finds the same request with a try behind it. A jump
--- clears ngx.ctx, so a request's state is kept here by nginx's $request_id until the log phase.
+-- nginx runs admit() as content of the client's location. Where an instance can have the request at
+-- once, it jumps to @fleet_given, which passes it on; else to @fleet_proxy, where choose() runs in
+-- the access phase, before proxy_pass. When a try ends in 502, 503 or 504, error_page jumps to
+-- @fleet_proxy (again), and choose() finds the same request with a try behind it. A jump clears
+-- ngx.ctx, so a request's state is kept here by nginx's $request_id until the log phase.
 
 local balancer = require "ngx.balancer"
 
@@ -19,6 +20,8 @@ local pools = require "fleet.pool"
 local queue = require "fleet.queue"
 local scan = require "fleet.scan"
 local usage = require "fleet.usage"
+
+local find = string.find
 
 local M = {}
 
@@ -38,8 +41,18 @@ local ANSWERS = {
   ["/v1/chat/completions"] = true, ["/v1/completions"] = true, ["/v1/messages"] = true,
   ["/v1/responses"] = true,
 }
+-- nginx from 1.21.1 on refuses by itself a request whose length is told in two ways; Ubuntu 22.04
+-- has an older one.
+local TAKES_TWO_LENGTHS = ngx.config.nginx_version < 1021001
 
-local live = {}  -- request id -> state, of this worker
+-- Request id -> state, of this worker. It is there for as long as a stream runs, so what only few
+-- need (tries, tried, what is waited for) is added when they do.
+local live = {}
+
+-- The state of this request; nil where it was not admitted.
+local function current()
+  return ngx.ctx.request or live[ngx.var.request_id]
+end
 
 -- Text from a client, fit for the log and for a message.
 local function plain(text)
@@ -72,8 +85,7 @@ end
 
 -- The name of the pool that path or header ask for, and the path without it. Clients that cannot
 -- set `model` use /pools/NAME/v1/... as their base address, or the header X-Fleet-Pool.
-local function pool_asked()
-  local uri = ngx.var.uri
+local function pool_asked(uri)
   if uri:byte(2) == 112 then  -- p, no v
     return uri:match("^/pools/([^/]+)(/v1/.+)$")
   end
@@ -163,15 +175,16 @@ local function check_length(pool, text, found)
   end
 end
 
--- The key that a request shows, where path, method and key are in order; answers where not.
+-- The key that a request shows and its path, where path, method and key are in order; answers where
+-- not.
 function M.allow(method)
   -- The path as sent must be the path that nginx matched: no escapes, no //, no dots.
-  if ngx.var.request_uri:match("^[^?]*") ~= ngx.var.uri then
+  local sent, path = ngx.var.request_uri, ngx.var.uri
+  if sent ~= path and sent:match("^[^?]*") ~= path then
     return answer.error(404, "There is no such path.")
   end
   -- A proxy in front may have taken the other length, and what follows for a request of its own.
-  -- nginx from 1.21.1 on refuses this by itself; Ubuntu 22.04 has an older one.
-  if ngx.var.http_transfer_encoding and ngx.var.http_content_length then
+  if TAKES_TWO_LENGTHS and ngx.var.http_transfer_encoding and ngx.var.http_content_length then
     return answer.error(400, "The request's length is told in two ways.")
   end
   local asked = ngx.req.get_method()
@@ -184,13 +197,13 @@ function M.allow(method)
     return keys.refuse(why, expired)
   end
   ngx.var.fleet_key = key.name
-  return key
+  return key, path
 end
 
 -- Content of the client's location. The order is what costs least first, and what is charged last.
 function M.admit()
-  local key = M.allow("POST")
-  local asked, path = pool_asked()
+  local key, uri = M.allow("POST")
+  local asked, path = pool_asked(uri)
   local text, err = body()
   if not text then
     if err == "length" then
@@ -222,22 +235,30 @@ function M.admit()
     text = with_usage
     ngx.req.set_body_data(text)
   end
-  live[ngx.var.request_id] = {
-    pool = pool.name, key = key, estimate = estimate, prompt = prompt,
+  local id = ngx.var.request_id
+  local request = {
+    id = id, pool = pool.name, key = key, estimate = estimate, prompt = prompt,
     hide = with_usage ~= nil, bytes = #text,
     lora = config.is_adapter(pool, found.model) and found.model or nil,
-    max_tokens = found.max_tokens,
-    stream = found.stream, include_usage = found.include_usage,
     need = math.ceil(found.longest * SLACK) + MEDIUM * found.media + (found.max_tokens or answers),
     affinity = affinity_of(found),
-    tried = {}, tries = {}, held_ms = 0, queued_ms = 0, rounds = 0,
+    held_ms = 0, queued_ms = 0, rounds = 0,
   }
+  live[id] = request
+  request.instance = pools.take(pool, request)
+  if request.instance then
+    request.given = ngx.now()
+    return ngx.exec("@fleet_given")
+  end
   return ngx.exec("@fleet_proxy")
 end
 
 -- The last of the values that nginx lists for each try.
 local function last(list)
-  return list and list:match("([^ ,:]+)$")
+  if list and find(list, "[ ,:]") then
+    return list:match("([^ ,:]+)$")
+  end
+  return list
 end
 
 local function leave(request, status)
@@ -245,6 +266,7 @@ local function leave(request, status)
   if instance then
     request.instance = nil
     pools.give(instance)
+    request.tries = request.tries or {}
     request.tries[#request.tries + 1] = instance.id .. ":" .. status
     queue.freed(request.pool)
   end
@@ -273,7 +295,8 @@ local function after_try(request)
   leave(request, status)
   request.last = instance
   if reason then
-    request.tried[instance.id], request.last = true, nil
+    request.tried, request.last = request.tried or {}, nil
+    request.tried[instance.id] = true
     metrics.count("vllm_fleet_gateway_retries_total",
                   string.format('pool="%s",reason="%s"', request.pool, reason))
     return
@@ -347,7 +370,7 @@ local function hold(request)
   local deadline = request.since + settings.hold_seconds - request.held_ms / 1000
   -- All were tried once. From here on each may be tried again, at longer and longer intervals, so
   -- that one that says ready and refuses does not use up the tries within seconds.
-  request.tried = {}
+  request.tried = nil
   request.rounds = request.rounds + 1
   local earliest = request.since
   if request.rounds > 1 then
@@ -402,11 +425,11 @@ end
 
 -- Access phase of @fleet_proxy: settle which instance gets the request.
 function M.choose()
-  local request = live[ngx.var.request_id]
+  local request = current()
   if request.instance then
     after_try(request)
   end
-  if #request.tries >= MAX_TRIES then
+  if request.tries and #request.tries >= MAX_TRIES then
     return refuse(request.pool, "tries", "No instance of `" .. request.pool
                   .. "` took the request.")
   end
@@ -429,7 +452,9 @@ end
 
 -- balancer_by_lua of every pool.
 function M.balance()
-  local instance = live[ngx.var.request_id].instance
+  local request = live[ngx.var.request_id]
+  ngx.ctx.request = request
+  local instance = request.instance
   local ok, err = balancer.set_current_peer(instance.address, instance.port)
   if not ok then
     ngx.log(ngx.ERR, "vllm-fleet: ", instance.id, ": ", err)
@@ -440,19 +465,18 @@ end
 -- Header filter of @fleet_proxy: the instance answered. Tries that end in 502, 503 or 504 do not
 -- come here: see after_try().
 function M.answered()
-  local request = live[ngx.var.request_id]
+  local request = current()
   if request and request.instance then
     pools.worked(request.instance)
     request.answer = usage.head(request.hide)
     request.ends = ngx.now() + config.settings().longest_answer
-    ngx.ctx.request = request
   end
 end
 
 -- Body filter of @fleet_proxy: a piece of the answer.
 function M.piece()
   local request = ngx.ctx.request
-  if not request then
+  if not request or not request.ends then
     return
   end
   if ngx.now() > request.ends then
@@ -477,15 +501,14 @@ local function book(request)
   if prompt + completion > 0 then
     metrics.tokens(request.pool, key.name, prompt, completion)
   end
-  ngx.var.fleet_prompt_tokens = string.format("%d", prompt)
-  ngx.var.fleet_completion_tokens = string.format("%d", completion)
+  ngx.var.fleet_prompt_tokens, ngx.var.fleet_completion_tokens = prompt, completion
 end
 
 -- Log phase of every request: give back what it held, count it, and fill the access log's fields.
 function M.log()
-  local request, instance = live[ngx.var.request_id], nil
+  local request, instance = current(), nil
   if request then
-    live[ngx.var.request_id] = nil
+    live[request.id] = nil
     unhold(request)
     queue.leave(request)
     wait_ends(request)
@@ -493,7 +516,9 @@ function M.log()
     book(request)
     -- A client that left has 499 here, whatever the instance would have said.
     leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
-    ngx.var.fleet_tried = table.concat(request.tries, ", ")
+    if request.tries then
+      ngx.var.fleet_tried = table.concat(request.tries, ", ")
+    end
     if request.held_ms + request.queued_ms > 0 then
       ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
       ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms)

@@ -124,9 +124,10 @@ end
 
 -- Book that a place of this pool may be free.
 function M.freed(pool_name)
-  for _, queue in ipairs(queues[pool_name] or {}) do
-    if queue[1] then
-      serve(queue)
+  local list = queues[pool_name]
+  for i = 1, list and #list or 0 do
+    if list[i][1] then
+      serve(list[i])
     end
   end
 end

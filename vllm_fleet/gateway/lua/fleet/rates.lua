@@ -12,17 +12,27 @@ local M = {}
 
 local EVERY, KEPT = 5, 12  -- seconds between copies, and how many
 
+-- Names of totals, built once.
+local function named(prefix)
+  return setmetatable({}, {__index = function(keys, name)
+    local key = prefix .. name
+    keys[name] = key
+    return key
+  end})
+end
+local of_instance, of_pool = named("total:requests:i:"), named("total:requests:p:")
+local tokens_of_pool = named("total:tokens:p:")
+
 -- A request that has ended, booked for its instance, or for its pool where it got none.
 function M.request(pool, instance, status)
-  local of = instance and "i:" .. instance.id or "p:" .. pool
-  store:incr("total:requests:" .. of, 1, 0)
+  store:incr(instance and of_instance[instance.id] or of_pool[pool], 1, 0)
   if status >= 500 then
-    store:incr("total:failures:" .. of, 1, 0)
+    store:incr("total:failures:" .. (instance and "i:" .. instance.id or "p:" .. pool), 1, 0)
   end
 end
 
 function M.tokens(pool, count)
-  store:incr("total:tokens:p:" .. pool, count, 0)
+  store:incr(tokens_of_pool[pool], count, 0)
 end
 
 local function totals()

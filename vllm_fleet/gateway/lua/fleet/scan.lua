@@ -72,6 +72,10 @@ local BINARY = {
 -- before the body, so that p[1] is its first.
 local function string_end(body, p, open)
   local from = open + 1
+  local first_quote = find(body, '"', from, true)
+  if not first_quote or p[first_quote - 1] ~= 92 then
+    return first_quote
+  end
   while true do
     local quote = find(body, '"', from, true)
     if not quote then
@@ -93,12 +97,32 @@ local function string_end(body, p, open)
 end
 
 local function skip_space(p, at)
+  -- Nearly always there is none or one. Without the loop a caller's own is compiled whole.
   local c = p[at]
+  if c > 32 then
+    return at
+  elseif c == 32 and p[at + 1] > 32 then
+    return at + 1
+  end
   while c == 32 or c == 10 or c == 13 or c == 9 do
     at = at + 1
     c = p[at]
   end
   return at
+end
+
+local in_word = ffi.new("bool[256]")  -- what numbers, true, false and null are made of
+for c = 0, 255 do
+  in_word[c] = find(string.char(c), "^[%w+.-]") ~= nil
+end
+
+-- Position of the last byte of the number, true, false or null at `at`, or nil where there is none.
+local function word_end(p, at)
+  local last = at
+  while in_word[p[last]] do
+    last = last + 1
+  end
+  return last > at and last - 1 or nil
 end
 
 -- Position of the bracket that closes the one at `open`, or nil.
@@ -135,16 +159,25 @@ local function string_value(body, open, close)
   return ok and decoded[1] or nil
 end
 
+-- The same for two bytes that follow each other, as this machine reads them: half as many steps.
+local weight_of_two = ffi.new("uint16_t[65536]")
+for c = 0, 65535 do
+  weight_of_two[c] = weight[c % 256] + weight[rshift(c, 8)]
+end
+local two_bytes = ffi.typeof("const uint16_t *")
+
 -- Thousandths of tokens of the bytes from..to, without escapes of the form \u.
 local function plain_tokens(p, from, to)
   local total, at = 0, from
   while at <= to do
-    local stop, sum = min(at + 65535, to), 0  -- in blocks, so that the sum keeps to 32 bits
-    while at + 7 <= stop do
-      sum = tobit(sum + weight[p[at]] + weight[p[at + 1]] + weight[p[at + 2]] + weight[p[at + 3]]
-                  + weight[p[at + 4]] + weight[p[at + 5]] + weight[p[at + 6]] + weight[p[at + 7]])
-      at = at + 8
+    local stop = min(at + 65535, to)  -- in blocks, so that the sum keeps to 32 bits
+    local q, w, pairs_in = ffi.cast(two_bytes, p + at), weight_of_two, rshift(stop - at + 1, 4) * 8
+    local sum, other = 0, 0  -- two that do not wait for each other
+    for i = 0, pairs_in - 8, 8 do
+      sum = tobit(sum + w[q[i]] + w[q[i + 1]] + w[q[i + 2]] + w[q[i + 3]])
+      other = tobit(other + w[q[i + 4]] + w[q[i + 5]] + w[q[i + 6]] + w[q[i + 7]])
     end
+    sum, at = sum + other, at + 2 * pairs_in
     while at <= stop do
       sum = tobit(sum + weight[p[at]])
       at = at + 1
@@ -479,8 +512,7 @@ function M.request(body)
         last = nested_end(body, p, at)
       end
     else
-      local _
-      _, last = find(body, "^[%w+.-]+", at)
+      last = word_end(p, at)
       if how then
         parts[name] = nil
       end

@@ -21,18 +21,18 @@ local MEDIUM = 1000  -- of an image or a sound, whose size is not looked at
 local LONGEST_HIDDEN, LONGEST_READ = 65536, 8388608
 local LONGEST_USAGE = 8192
 
--- What each path below /v1/ costs: whether it writes an answer, takes `stream_options`, is free.
+-- What each path costs: whether it writes an answer, takes `stream_options`, is free.
 local PATHS = {
-  ["chat/completions"] = {writes = true, options = true},
-  ["completions"] = {writes = true, options = true},
-  ["messages"] = {writes = true},
-  ["responses"] = {writes = true},
-  ["messages/count_tokens"] = {free = true},
+  ["/v1/chat/completions"] = {writes = true, options = true},
+  ["/v1/completions"] = {writes = true, options = true},
+  ["/v1/messages"] = {writes = true},
+  ["/v1/responses"] = {writes = true},
+  ["/v1/messages/count_tokens"] = {free = true},
 }
 local OTHER = {}
 
 local function path_of(uri)
-  return PATHS[uri:match("/v1/(.+)$") or ""] or OTHER
+  return PATHS[uri] or PATHS[uri:match("/v1/.+$") or ""] or OTHER
 end
 
 -- Tokens to charge for a request before it is answered: all, and those of the prompt.
@@ -174,6 +174,46 @@ local function walk(s, text)
   end
 end
 
+-- Read an answer that is here as a whole. The last "usage" in it is most probably the one: what
+-- lies between it and the end tells whether it stands at the top level. Returns false where that
+-- is not plain to see; then walk() reads it.
+local function whole(s, text)
+  local from, at = nil, find(text, '"usage"', 1, true)
+  if not at then
+    return true  -- nor within a string: its quotes would be escaped there
+  end
+  while at do
+    from, at = at, find(text, '"usage"', at + 7, true)
+  end
+  local _, last, flat = find(text, "^%s*:%s*({[^{}]*})", from + 7)
+  local ok, usage = pcall(cjson.decode, flat)
+  if not ok then
+    return false
+  end
+  -- After it, only the object that it stands in may end.
+  local depth, p, size = 1, ffi.cast("const uint8_t *", text) - 1, #text
+  at = last + 1
+  while at <= size do
+    local c = p[at]
+    if c == 34 then
+      at = find(text, '"', at + 1, true)
+      if not at or p[at - 1] == 92 then
+        return false
+      end
+    elseif c == 123 or c == 91 then
+      depth = depth + 1
+    elseif c == 125 or c == 93 then
+      depth = depth - 1
+    end
+    at = at + 1
+  end
+  if depth ~= 0 then
+    return false
+  end
+  note(s, {usage = usage})
+  return true
+end
+
 -- Look at one event of a stream that holds the word "usage". Whether the client must not see it.
 local function is_ours(s, event)
   local ok, value = pcall(cjson.decode, event:match("data: ?({.*})%s*$"))
@@ -192,23 +232,26 @@ end
 
 -- A piece of a stream; returns what of it, and of what was kept back, the client is to get.
 local function stream(s, piece, last)
-  local kept = s.kept
-  kept[#kept + 1] = piece
+  local kept = s.kept  -- nil, where the last piece ended with an event, as nearly all do
+  if kept then
+    kept[#kept + 1] = piece
+  end
   s.size = s.size + #piece
   -- An event's end may lie across two pieces.
   if not last and not find(piece, "\n\n", 1, true) and not find(s.tail .. piece, "\n\r?\n") then
-    s.tail = sub(s.tail .. piece, -3)
+    kept = kept or {piece}
+    s.kept, s.tail = kept, sub(s.tail .. piece, -3)
     if s.hide and s.size <= LONGEST_HIDDEN then
       return ""
     elseif s.size > (s.hide and LONGEST_HIDDEN or LONGEST_READ) then
       s.long = true  -- the rest of this event is not looked into
       local out = s.hide and table.concat(kept)
-      s.kept, s.size = {}, 0
+      s.kept, s.size = nil, 0
       return out or piece
     end
     return piece
   end
-  local text = #kept > 1 and table.concat(kept) or piece
+  local text = kept and table.concat(kept) or piece
   local at, from, out = 1, 1, nil
   local word = find(text, '"usage"', 1, true)
   while true do
@@ -227,8 +270,12 @@ local function stream(s, piece, last)
     s.long = false
     at = stop + 1
   end
-  local rest = sub(text, at)
-  s.kept, s.size, s.tail = rest ~= "" and {rest} or {}, #rest, sub(rest, -3)
+  if at > #text then
+    s.kept, s.size, s.tail = nil, 0, ""
+  else
+    local rest = sub(text, at)
+    s.kept, s.size, s.tail = {rest}, #rest, sub(rest, -3)
+  end
   if not s.hide then
     return piece
   end
@@ -238,17 +285,19 @@ end
 -- Header filter of an instance's answer. `hide`: whether usage was asked for by us alone.
 function M.head(hide)
   local s = {hide = hide, events = 0}
-  local kind = ngx.header["Content-Type"]
-  if ngx.status ~= 200 or not kind or ngx.header["Content-Encoding"] then
+  local header = ngx.header
+  local kind = ngx.status == 200 and header["Content-Type"]
+  if not kind or header["Content-Encoding"] then
     return s
   end
   if find(kind, "text/event-stream", 1, true) then
-    s.read, s.stream, s.kept, s.size, s.tail = stream, true, {}, 0, ""
+    s.read, s.stream, s.size, s.tail = stream, true, 0, ""
     if hide then
-      ngx.header["Content-Length"] = nil
+      header["Content-Length"] = nil
     end
   elseif find(kind, "application/json", 1, true) then
     s.read, s.depth, s.open, s.slashes, s.word, s.colon = walk, 0, false, 0, "", false
+    s.length = tonumber(header["Content-Length"])
   end
   return s
 end
@@ -257,8 +306,12 @@ end
 function M.body(s, piece, last)
   if s.read == stream then
     return stream(s, piece, last)
-  elseif s.read and not s.done then
-    walk(s, piece)
+  elseif s.read and not s.done and piece ~= "" then
+    if #piece == s.length and whole(s, piece) then
+      s.done = true
+    else
+      walk(s, piece)
+    end
   end
   return piece
 end
