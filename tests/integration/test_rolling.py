@@ -191,7 +191,7 @@ def test_one_operator_at_a_time_and_a_gateway_that_reloads(fleet: RollingFleet) 
         said, second = "", None
         for text in first.stdout:
             said += text
-            if "wave 1 of" in text:
+            if re.search(r"wave 1 of \d+ \(canary\): ", text):
                 second = fleet.run("upgrade.py")
             if re.search(r": starting$", text):
                 gateway.sh("systemctl reload nginx")
