@@ -209,30 +209,54 @@ def test_a_flipped_byte_at_the_hub_stops_the_deploy_before_any_start(deployed: D
     assert "flipped" not in host.sh("ls /etc/vllm").stdout
 
 
+TOO_LONG = {"max-model-len": 999999}  # vLLM itself refuses it, nobody before does
+
+
 def test_a_vllm_that_does_not_start_is_named_with_cause_and_remedy(deployed: Deployed) -> None:
-    """An option that vLLM itself refuses, after weights and settings were found good."""
     deployed.wait_ready()
-    deployed.operator.change(
-        lambda data: data["instances"][1].update(vllm_args={"max-model-len": 999999})
-    )
+    bad = {
+        "name": "bad",
+        "hosts": ["demo-gpu-1"],
+        "model": "qwen3-tiny",
+        "port": 8003,
+        "vllm_args": TOO_LONG,
+    }
+    deployed.operator.change(lambda data: data["instances"].append(bad))
+    try:
+        with deployed.load(rate=3) as load:
+            done = deployed.operator.deploy()
+    finally:
+        deployed.operator.change(lambda data: data["instances"].pop())
+    assert done.returncode == 1
+    assert "instance bad: failed to start" in done.stdout, done.stdout
+    assert "greater than the derived max_model_len" in done.stdout
+    assert re.search(r"cause: .*\n.*log line: .*max_model_len.*\n.*remedy: ", done.stdout)
+    assert "Traceback" not in re.sub(r"journal \w+ \|.*", "", done.stdout)
+    assert not load.bad
+    ready = deployed.status()["qwen3-tiny"]
+    assert ready == {"demo-gpu-1/bad": False, "demo-gpu-1/qwen": True, "demo-gpu-2/qwen": True}
+    done = deployed.operator.deploy()
+    assert done.returncode == 0, done.stdout
+    deployed.wait_ready()
+
+
+def test_an_option_that_the_engine_refuses_takes_nothing_out(deployed: Deployed) -> None:
+    """What runs is asked first whether the release takes its new command line."""
+    deployed.wait_ready()
+    deployed.operator.change(lambda data: data["instances"][1].update(vllm_args=TOO_LONG))
     try:
         with deployed.load(rate=3) as load:
             done = deployed.operator.deploy()
     finally:
         deployed.operator.change(lambda data: data["instances"][1].pop("vllm_args"))
     assert done.returncode == 1
-    assert "instance qwen: failed to start" in done.stdout, done.stdout
-    assert "greater than the derived max_model_len" in done.stdout
-    assert re.search(r"cause: .*\n.*log line: .*max_model_len.*\n.*remedy: ", done.stdout)
-    assert "1 more keep their old settings and serve" in done.stdout
-    assert "Traceback" not in re.sub(r"journal \w+ \|.*", "", done.stdout)
-    # One after the other: the first failure ends it, the other host serves on.
-    ready = deployed.status()["qwen3-tiny"]
-    assert sorted(ready.values()) == [False, True]
+    assert re.search(r"qwen: \S+ refuses its options: .*derived max_model_len", done.stdout), (
+        done.stdout
+    )
+    assert set(deployed.status()["qwen3-tiny"].values()) == {True}
     assert not load.bad
     done = deployed.operator.deploy()
     assert done.returncode == 0, done.stdout
-    deployed.wait_ready()
 
 
 def test_what_leaves_the_yaml_leaves_the_hosts_gateway_and_prometheus(deployed: Deployed) -> None:
