@@ -25,7 +25,7 @@ from tests.integration.rolling import (
 from tests.testbed.bed import Bed
 from tests.testbed.standin_wheel import Behaviour
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.timeout(600)]
 
 OLD, NEW = dict.fromkeys(INSTANCES, "0.31.0"), dict.fromkeys(INSTANCES, "0.32.0")
 
