@@ -603,7 +603,8 @@ def test_kill_of_one_of_two_breaks_only_what_it_had() -> None:
                 had = nginx.instances()["gpu-01/m-1"]["in_flight"] + load.clients // 2
                 processes[0].send_signal(signal.SIGKILL)
                 time.sleep(2)
-            assert 0 < len(load.failed) <= had, (had, load.failed)
+            # None where the kill met a moment between two requests.
+            assert len(load.failed) <= had, (had, load.failed)
             assert load.answered - len(load.failed) > 50
             lost = [line for line in nginx.access() if "gpu-01/m-1:502" in line["tried"]]
             assert all(line["status"] in (200, 502) for line in lost)
