@@ -507,7 +507,7 @@ def test_hold_over_a_full_outage(pair: Nginx, engines: list[Engine]) -> None:
     assert {status for status, _ in answers} == {200}
     assert sum(seconds > 2.5 for _, seconds in answers) == 20
     assert max(seconds for _, seconds in answers) < 6
-    assert sum(line["held_ms"] > 2500 for line in pair.access()) == 20
+    wait_for(lambda: sum(line["held_ms"] > 2500 for line in pair.access()) == 20)
     assert pair.status()["held"] == 0
 
 
@@ -584,7 +584,7 @@ def test_a_client_that_leaves_the_hold_frees_its_place(engines: list[Engine]) ->
         nginx.wait_ready(all=True)
         time.sleep(0.6)
         assert not a.hits
-        assert {line["status"] for line in nginx.access()} == {499}
+        wait_for(lambda: {line["status"] for line in nginx.access()} == {499})
 
 
 def test_an_instance_that_says_ready_and_refuses_ends_in_503(engines: list[Engine]) -> None:
@@ -748,7 +748,7 @@ def test_access_log(pair: Nginx, engines: list[Engine]) -> None:
     # what a client sends cannot break the log's lines
     pair.chat('x"\n\x01模\\', headers={"X-Request-Id": 'a"b', "User-Agent": 'q"\\'})
     wait_for(lambda: len(pair.access()) == 2)
-    assert pair.access()[1]["agent"] == 'q"\\'
+    assert 'q"\\' in {line["agent"] for line in pair.access()}
 
 
 def test_answers_are_evenly_spread_over_threads(pair: Nginx, engines: list[Engine]) -> None:
