@@ -63,7 +63,6 @@ XID_REMEDIES = {
     140: "uncorrected memory errors: reset the card, replace it if they come back",
     154: "the driver asks for recovery: see nvidia-smi --query-gpu=gpu_recovery_action",
 }
-RANKS = {"ok": 0, "warning": 1, "refused": 2}
 Level = Literal["ok", "warning", "refused"]
 T = TypeVar("T")
 NO_GROUPS = Groups(())

@@ -182,20 +182,21 @@ def _places(wanted: Wanted, *, timed: bool) -> Places:
     left_out = [str(place) for place in given["find_links"] or []] if timed else []
     if timed:
         given = {**given, "find_links": []}
-    arguments, env = tools.uv_arguments({**given, "index_url": given["index_url"]}, {})
+    arguments, env = tools.uv_arguments(given, {})
     if not tools.given(given):
         arguments = ["--no-config"]
     if config.get("cert"):
         env["SSL_CERT_FILE"] = config["cert"][0]
     for host in config.get("trusted-host", []):
         arguments += ["--allow-insecure-host", host]
-    indexes = [] if given["no_index"] else [given["index_url"] or DEFAULT_INDEX]
+    given = {**given, "index_url": given["index_url"] or DEFAULT_INDEX}  # what uv takes unasked
+    indexes = [] if given["no_index"] else [given["index_url"]]
     indexes += [] if given["no_index"] else given["extra_index_urls"] or []
     return Places(
         tuple(map(str, indexes)),
         tuple(arguments),
         env,
-        tools.index_words({**given, "index_url": given["index_url"] or DEFAULT_INDEX}, {}),
+        tools.index_words(given, {}),
         tuple(re.sub(r"//[^/@]*@", "//", place) for place in left_out),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cards.made import matrix, uniform, with_lost
-from tests.unit.deploys.test_fake import BY_KIND, VARS, lay_out
+from tests.unit.deploys.test_fake import BY_KIND, VARS, fleet_command, lay_out
 from tests.unit.fleets import CARDS, state
 
 pytestmark = pytest.mark.deploys
@@ -24,16 +23,7 @@ def plan(
     root: Path, *flags: str, text: str = VARS, **changes: dict[str, Any] | None
 ) -> subprocess.CompletedProcess[str]:
     lay_out(root, text, **changes)
-    code = "from vllm_fleet.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "plan", *flags, "inventory/prod.py"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(REPO), "PYINFRA_PROGRESS": "off"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return fleet_command(root, "plan", *flags, "inventory/prod.py")
 
 
 def cards(**changes: Any) -> dict[str, Any]:

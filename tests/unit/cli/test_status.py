@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.unit.deploys.test_fake import lay_out
+from tests.unit.deploys.test_fake import fleet_command, lay_out
 from tests.unit.fleets import unit
 
 REPO = Path(__file__).resolve().parents[3]
@@ -34,16 +32,7 @@ def host(release: str = "0.32.0-open", **changes: Any) -> dict[str, Any]:
 
 def status(root: Path, *flags: str, **changes: Any) -> subprocess.CompletedProcess[str]:
     lay_out(root, VARS, **{"gpu_1": host(), "gpu_2": host(), **changes})
-    code = "from vllm_fleet.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "status", *flags, "inventory/prod.py"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(REPO), "PYINFRA_PROGRESS": "off"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return fleet_command(root, "status", *flags, "inventory/prod.py")
 
 
 def test_a_sound_fleet(tmp_path: Path) -> None:

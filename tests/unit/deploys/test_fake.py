@@ -36,6 +36,20 @@ monitoring = [_host("gw-1", "10.0.0.9")]
 VARS = ALL.replace("gpu-1", '"@fake/gpu-1"').replace("gpu-2", '"@fake/gpu-2"')
 
 
+def fleet_command(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`fleet WORDS` in an operator's directory, as from a shell without a terminal."""
+    code = "from vllm_fleet.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(REPO), "PYINFRA_PROGRESS": "off"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
 def lay_out(
     root: Path, text: str = VARS, inventory: str = INVENTORY, **changes: dict[str, Any] | None
 ) -> None:
