@@ -53,6 +53,11 @@ def peers(
     return found
 
 
+def all_addresses(host: HostSpec, state: HostState | None) -> list[str]:
+    """The addresses from which a host may come: the inventory's, and those seen on it."""
+    return sorted({host.address, *(_addresses(state) if state else [])})
+
+
 def files(spec: HostSpec, peers: Mapping[str, Sequence[str]]) -> list[ManagedFile]:
     """The table of a GPU host and the units that keep it; none where nothing is to be closed.
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 
 from vllm_fleet import (
+    airgap,
     engine_data,
     exam,
     fanout,
@@ -36,7 +37,7 @@ from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
-from vllm_fleet.spec.inputs import Inputs, version_of
+from vllm_fleet.spec.inputs import Inputs, lock_path, version_of
 from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView, Sized, lines_of, survey
@@ -120,6 +121,14 @@ class WeightsFetch:
 
 
 @dataclass(frozen=True)
+class BundleTake:
+    """A bundle to have on the host that serves it, and what onhost/bundle.py is told."""
+
+    held: bool
+    order: dict[str, object]
+
+
+@dataclass(frozen=True)
 class AcmeFetch:
     """A certificate to have from an authority: certbot's words, and what they are asked for."""
 
@@ -143,6 +152,8 @@ class HostPlan:
     weights: tuple[WeightsFetch, ...] = ()
     instances: tuple[PlannedInstance, ...] = ()
     checksums: dict[str, str] = field(default_factory=dict)  # running checksum by instance
+    bundle: BundleTake | None = None
+    bundle_services: tuple[Service, ...] = ()
     firewall_services: tuple[Service, ...] = ()
     acme: AcmeFetch | None = None
     gateway_services: tuple[Service, ...] = ()
@@ -204,6 +215,22 @@ class HostPlan:
         )
 
 
+def bundled_packages() -> tuple[str, ...]:
+    """The Debian packages that any host may need; a bundle holds all of them."""
+    return tuple(
+        sorted(
+            {
+                *COMMON_PACKAGES,
+                *GPU_PACKAGES,
+                *GATEWAY_PACKAGES,
+                *keepalived.PACKAGES,
+                *MONITORING_PACKAGES,
+                *firewall.PACKAGES,
+            }
+        )
+    )
+
+
 def asked() -> str:
     """What the large fact looks at, the same for every host."""
     return json.dumps(
@@ -225,6 +252,7 @@ def asked() -> str:
                 *(NGINX, keepalived.UNIT),
                 *(PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD),
                 *exam.UNITS,
+                airgap.UNIT,
                 *(firewall.UNIT, FIREWALL_GUARD, TLS_PATH, gateway.ACME_TIMER),
             ],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
@@ -285,6 +313,7 @@ def plan_fleet(
                 plans[spec.name] = _host_plan(
                     fleet, states, views[spec.name], instances[spec.name], pools, inputs
                 )
+    plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
     for plan in plans.values():
         reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
     if reasons:
@@ -358,6 +387,44 @@ def _kept_release(one: Instance, state: HostState | None) -> str | None:
     return kept if kept in state.releases else None
 
 
+def _with_bundle(
+    plan: HostPlan, fleet: Fleet, plans: Mapping[str, HostPlan], inputs: Inputs
+) -> HostPlan:
+    """The plan of the host that has the bundle, with what the bundle must hold; others as is."""
+    gap = plan.spec.settings.air_gapped
+    if gap is None or not airgap.serves(plan.spec):
+        return plan
+    needs: dict[str, dict[str, str]] = {"locks": {}, "listings": {}}
+    systems: dict[str, list[str]] = {}
+    for spec in fleet.hosts:
+        if spec.settings.air_gapped is None:
+            continue
+        for one in spec.instances if "gpu" in spec.groups else ():
+            version = version_of(spec, one)
+            text = inputs.lock(spec, version)
+            if text is not None:
+                held = release.lock_sha256(release.without(text, spec.settings.vllm_exclude))
+                needs["locks"][held] = lock_path(str(spec.settings.vllm_lock), version)
+            listing = inputs.listings.get(
+                listings.path_of(one.model, spec.settings.models[one.model])
+            )
+            if listing is not None:
+                needs["listings"][listing.digest] = listing.path
+    for other in plans.values():
+        if other.spec.settings.air_gapped is None:
+            continue
+        system = airgap.system_of(other.state.os, other.state.arch)
+        systems[system] = sorted({*systems.get(system, []), *other.packages})
+        if other.tools is not None:
+            key, name = airgap.tools_key(TOOLS_LOCK, other.state.python)
+            needs["locks"][key] = name
+    wanted: dict[str, Mapping[str, Iterable[str]]] = {**needs, "systems": systems}
+    order: dict[str, object] = {"source": gap.bundle, "root": airgap.ROOT, "needs": wanted}
+    return replace(
+        plan, bundle=BundleTake(airgap.held(plan.state.bundle, gap.bundle, wanted), order)
+    )
+
+
 def _host_plan(
     fleet: Fleet,
     states: Mapping[str, HostState],
@@ -377,6 +444,15 @@ def _host_plan(
     fetches: dict[str, WeightsFetch] = {}
     notices = view.notices
     acme: AcmeFetch | None = None
+    bundle_services: list[Service] = []
+    if settings.air_gapped is not None:
+        files += airgap.sources(spec, airgap.system_of(state.os, state.arch))
+    if airgap.serves(spec):
+        serving = airgap.files(
+            spec, [a for h in fleet.hosts for a in firewall.all_addresses(h, states.get(h.name))]
+        )
+        files += serving
+        bundle_services.append(_service(airgap.UNIT, restarts=serving))
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
         files += [
@@ -385,6 +461,7 @@ def _host_plan(
                 f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
             )
             for name in LIB_SCRIPTS
+            if f"{paths.LIB}/{name}" not in {file.path for file in files}
         ]
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
@@ -514,6 +591,7 @@ def _host_plan(
         weights=tuple(fetches.values()),
         instances=instances,
         checksums={one.name: vllm.running_checksum(one) for one in instances},
+        bundle_services=tuple(bundle_services),
         firewall_services=tuple(firewall_services),
         acme=acme,
         gateway_services=tuple(gateway_services),

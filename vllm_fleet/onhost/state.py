@@ -539,6 +539,31 @@ def tools() -> Optional[str]:
     return os.path.basename(os.readlink(link)) if os.path.islink(link) else None
 
 
+def bundle() -> Dict[str, Any]:
+    """Stamp of the bundle that is served; {} where it is spoilt, or another one was carried."""
+    root = f"{OPT}/bundle"
+    stamp = read_json(f"{root}/bundle.json")
+    if not isinstance(stamp, dict):
+        return {}
+    try:
+        final = os.path.join(root, os.readlink(f"{root}/current"))
+        files = {
+            **{
+                os.path.join(final, name): n
+                for name, n in read_json(f"{final}/bundle.json").items()
+            },
+        }
+        if os.path.exists(stamp["source"]):  # else it was taken away again, as a disk is
+            files[f"{stamp['source']}/manifest.json"] = stamp["manifest"]
+        for path, noted in files.items():
+            status = os.stat(path)
+            if [status.st_size, status.st_mtime_ns] != list(noted)[:2]:
+                return {}
+    except (OSError, AttributeError, KeyError, TypeError):
+        return {}
+    return stamp
+
+
 def main() -> None:
     """Print the state."""
     asked = json.loads(sys.argv[1])
@@ -578,6 +603,7 @@ def main() -> None:
         "rdma": rdma(),
         "releases": stamped(f"{OPT}/releases/*", "release.json"),
         "tools": tools(),
+        "bundle": bundle(),
         "loaded": {
             os.path.basename(path): (read(path) or "").strip()
             for path in glob.glob(f"{STATE}/loaded/*")

@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -45,7 +46,7 @@ CAUSES: Tuple[Tuple[str, str, str], ...] = (
         "make room and run again; what was downloaded is kept",
     ),
     (
-        r"(?:do not match the hashes|Hash mismatch for|hash mismatch)",
+        r"(?i)do not match the hashes|hash mismatch",
         "a package is not the one that the lock names",
         "the mirror serves another build, or the download was altered: clear the mirror's copy, "
         "or make the lock again from an index that you trust",
@@ -181,6 +182,12 @@ def _make(settings: Mapping[str, Any], lock: str, python: str, version: str, fin
     if given(index):
         pip.append("--isolated")  # what is set replaces the host's pip configuration
         arguments += pip_arguments(index)
+        # Plain HTTP that the operator names: pip would leave it out, and hashes decide anyway.
+        places = [index.get("index_url"), *(index.get("extra_index_urls") or [])]
+        for place in filter(None, [*places, *(index.get("find_links") or [])]):
+            url = urllib.parse.urlsplit(str(place))
+            if url.scheme == "http":
+                arguments += ["--trusted-host", url.netloc.rpartition("@")[2]]
     run(
         [*pip, *arguments, "-r", str(requirements)],
         env,

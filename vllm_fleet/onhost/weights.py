@@ -885,7 +885,7 @@ class _Progress:
         before = {entry.path: on_disk(self.place, entry) for entry in self.entries}
         while not self.ended.wait(TICK_SECONDS):
             now = {entry.path: on_disk(self.place, entry) for entry in self.entries}
-            say(_line(self.name, sum(now.values()), sum(before.values()), total))
+            say(progress_line(self.name, sum(now.values()), sum(before.values()), total))
             with self.lock:
                 current = list(self.current.values())
             for entry in current:
@@ -895,11 +895,16 @@ class _Progress:
                 if here == entry.size:
                     say(f"{self.name}:   {entry.path}: {tools.gib(here)} here, hashing")
                 else:
-                    say(_line(f"{self.name}:   {entry.path}", here, before[entry.path], entry.size))
+                    say(
+                        progress_line(
+                            f"{self.name}:   {entry.path}", here, before[entry.path], entry.size
+                        )
+                    )
             before = now
 
 
-def _line(what: str, here: int, before: int, total: int) -> str:
+def progress_line(what: str, here: int, before: int, total: int) -> str:
+    """Bytes, rate and time left, between two ticks."""
     rate = max(0.0, (here - before) / TICK_SECONDS)
     left = f"{_clock((total - here) / rate)} left" if rate else "waiting"
     share = 100 * here // total if total else 100

@@ -309,6 +309,21 @@ class Fanout(Settings):
     )
 
 
+class AirGapped(Settings):
+    """Hosts without internet: everything comes from a bundle, made by `fleet bundle`."""
+
+    bundle: PlainPath = Field(
+        description="Directory on `host` that the bundle was carried to.",
+        examples=["/srv/vllm-bundle"],
+    )
+    host: OneLine = Field(
+        description="Host of the inventory that serves it to the others.", examples=["gw-01"]
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        8996, description="Port for it on that host, answered to the fleet's addresses alone."
+    )
+
+
 class Acme(Settings):
     """Certificate fetched and renewed on the gateway by certbot, proved over port 80."""
 
@@ -648,6 +663,9 @@ class HostSettings(Settings):
     proxy: Proxy = Field(default_factory=Proxy, description="Outgoing proxy of the hosts.")
     hub: Hub = Field(default_factory=Hub, description="The model hub.")
     fanout: Fanout = Field(default_factory=Fanout, description="Weights from host to host.")
+    air_gapped: AirGapped | None = Field(
+        None, description="Hosts without internet: a bundle to install from; null: none."
+    )
     models: dict[Name, Model] = Field(
         default_factory=dict, description="Models by the name clients use."
     )
