@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
-from vllm_fleet import paths, release
+from vllm_fleet import paths, release, weights
 from vllm_fleet.files import ManagedFile
+from vllm_fleet.listings import Listing
 from vllm_fleet.render import render
-from vllm_fleet.spec.model import Fleet, HostSettings, HostSpec, Hub, PackageIndex, Proxy
+from vllm_fleet.spec.model import Fleet, HostSettings, HostSpec, Hub, Model, PackageIndex, Proxy
 
 ROOT = f"{paths.OPT}/bundle"
 SETTINGS = f"{paths.ETC}/bundle.json"
@@ -118,8 +119,14 @@ def tools_key(lock: str, python: str) -> tuple[str, str]:
     return f"{release.lock_sha256(lock)}/{short}", f"of the tools for Python {short}"
 
 
+def listing_key(model: Model, listing: Listing) -> str:
+    """What a bundle calls the weights of a frozen listing: two models may hold equal files."""
+    revision = weights.revision_of(model)
+    return f"{model.source}:{model.repo}@{revision}:{listing.digest}"
+
+
 def held(
-    stamp: Mapping[str, object], source: str, needs: Mapping[str, Mapping[str, object]]
+    stamp: Mapping[str, Any], source: str, needs: Mapping[str, Mapping[str, Iterable[str]]]
 ) -> bool:
     """Whether the bundle that a host has, by its stamp, is the wanted one and holds all."""
     if stamp.get("source") != source:

@@ -510,6 +510,7 @@ def _weights(one: Weights, folder: Path, root: Path, notes: _Notes, say: Say) ->
         "source": one.model.source,
         "repo": one.model.repo,
         "revision": weights.revision_of(one.model),
+        "key": airgap.listing_key(one.model, one.listing),
         "digest": one.listing.digest,
         "directory": one.directory,
         "files": files,

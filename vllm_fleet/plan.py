@@ -405,11 +405,10 @@ def _with_bundle(
             if text is not None:
                 held = release.lock_sha256(release.without(text, spec.settings.vllm_exclude))
                 needs["locks"][held] = lock_path(str(spec.settings.vllm_lock), version)
-            listing = inputs.listings.get(
-                listings.path_of(one.model, spec.settings.models[one.model])
-            )
+            model = spec.settings.models[one.model]
+            listing = inputs.listings.get(listings.path_of(one.model, model))
             if listing is not None:
-                needs["listings"][listing.digest] = listing.path
+                needs["listings"][airgap.listing_key(model, listing)] = listing.path
     for other in plans.values():
         if other.spec.settings.air_gapped is None:
             continue

@@ -4,8 +4,8 @@
 
 A bundle is a directory that `fleet bundle` made: manifest.json, wheels/, apt/<system>/,
 weights/<model>@<revision>/. `take` is told, as JSON, {"source": where it was carried to, "root":
-where ours are kept, "needs": {"locks": {checksum: name}, "listings": {checksum: name}, "systems":
-[names]}}. Every file is compared with the manifest, linked or copied beside its place, and the
+where ours are kept, "needs": {"locks": {checksum: name}, "listings": {key: name}, "systems":
+{name: [packages]}}}. Every file is compared with the manifest, linked or copied beside its place, and the
 whole is switched in by rename; a later run compares sizes and times alone. Exit 1: nothing was
 switched, what is right is kept.
 
@@ -97,7 +97,7 @@ def lacking(manifest: Mapping[str, Any], needs: Mapping[str, Any]) -> List[str]:
     """What this fleet needs and a bundle does not hold, in words."""
     held = {
         "lock": {one["sha256"] for one in manifest["locks"]},
-        "listing": {one["digest"] for one in manifest["models"]},
+        "listing": {one["key"] for one in manifest["models"]},
     }
     missing = [
         f"{kind} {name}"
@@ -143,7 +143,7 @@ def take(settings: Mapping[str, Any]) -> None:
         "manifest": _noted(source / MANIFEST),
         "id": final.name,
         "locks": sorted(one["sha256"] for one in manifest["locks"]),
-        "listings": sorted(one["digest"] for one in manifest["models"]),
+        "listings": sorted(one["key"] for one in manifest["models"]),
         "systems": manifest["systems"],
     }
     tools.write_json(root / STAMP, stamp)

@@ -105,7 +105,8 @@ def test_what_is_made_is_taken_and_served(site: Site, tmp_path: Path) -> None:
         data = (site.folder / name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (about["size"], about["sha256"])
     digest = site.wanted.models[0].listing.digest
-    site.take(locks={site.wanted.locks[0].key: "locks/one.txt"}, listings={digest: "tiny"})
+    key = manifest["models"][0]["key"]
+    site.take(locks={site.wanted.locks[0].key: "locks/one.txt"}, listings={key: "tiny"})
     with serving(site.taken) as url:
         target = tmp_path / "venv"
         subprocess.run(
