@@ -164,6 +164,22 @@ def _named(python: str) -> str:
     return match[1] if match else f"3.{sys.version_info[1]}"
 
 
+def with_hubs(fleet: Fleet, endpoint: str | None, huggingface: str | None) -> Fleet:
+    """The fleet with other hubs: hosts without internet name none, and this machine may need one."""
+    hosts = []
+    for host in fleet.hosts:
+        given = host.settings.hub
+        named = given.model_copy(
+            update={
+                "endpoint": endpoint or given.endpoint,
+                "huggingface_endpoint": huggingface or given.huggingface_endpoint,
+            }
+        )
+        settings = host.settings.model_copy(update={"hub": named})
+        hosts.append(host.model_copy(update={"settings": settings}))
+    return fleet.model_copy(update={"hosts": tuple(hosts)})
+
+
 def models_of(fleet: Fleet, say: Say) -> tuple[Weights, ...]:
     """The models of all hosts with their listings; what is not frozen yet is, now."""
     root = Path(fleet.root)

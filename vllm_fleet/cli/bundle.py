@@ -23,6 +23,8 @@ from vllm_fleet.spec.load import check_inventory
 @click.option("--python", metavar="3.12", help="Python of the hosts. Default: the lock's.")
 @click.option("--find-links", multiple=True, metavar="DIR", help="Further folders of wheels.")
 @click.option("--no-index", is_flag=True, help="Take wheels from --find-links alone.")
+@click.option("--hub", metavar="URL", help="ModelScope, or a mirror, as seen from here.")
+@click.option("--huggingface", metavar="URL", help="Hugging Face, or a mirror, as seen from here.")
 @click.option("--no-packages", is_flag=True, help="Leave the Debian packages out.")
 @click.option("--no-weights", is_flag=True, help="Leave the weights out.")
 def bundle(
@@ -32,6 +34,8 @@ def bundle(
     python: str | None,
     find_links: tuple[str, ...],
     no_index: bool,
+    hub: str | None,
+    huggingface: str | None,
     no_packages: bool,
     no_weights: bool,
 ) -> None:
@@ -50,7 +54,7 @@ def bundle(
         for complaint in result.complaints:
             click.echo(str(complaint), err=True)
         raise SystemExit(1)
-    fleet, root = result.fleet, Path(result.fleet.root)
+    fleet, root = making.with_hubs(result.fleet, hub, huggingface), Path(result.fleet.root)
     named = []
     for text in systems or () if no_packages else systems or (making.own_system(),):
         name, _, file = text.partition("=")
@@ -77,4 +81,9 @@ def bundle(
         f"{directory}: {len(manifest['files'])} files, {gib(total)}: {len(manifest['locks'])} "
         f"locks, {', '.join(manifest['systems']) or 'no Debian packages'}, "
         f"{len(manifest['models'])} models"
+    )
+    gap = next((h.settings.air_gapped for h in fleet.hosts if h.settings.air_gapped), None)
+    target = f"{gap.host}:{gap.bundle}" if gap else "HOST:DIR, set `air_gapped`"
+    click.echo(
+        f"carry it: rsync -rtP --exclude '/.*' {directory.rstrip('/')}/ {target}, then deploy"
     )

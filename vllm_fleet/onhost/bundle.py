@@ -5,9 +5,9 @@
 A bundle is a directory that `fleet bundle` made: manifest.json, wheels/, apt/<system>/,
 weights/<model>@<revision>/. `take` is told, as JSON, {"source": where it was carried to, "root":
 where ours are kept, "needs": {"locks": {checksum: name}, "listings": {key: name}, "systems":
-{name: [packages]}}}. Every file is compared with the manifest, linked or copied beside its place, and the
-whole is switched in by rename; a later run compares sizes and times alone. Exit 1: nothing was
-switched, what is right is kept.
+{name: [packages]}}}. Every file is compared with the manifest, linked or copied beside its place,
+and the whole is switched in by rename; a later run compares sizes and times alone. Exit 1:
+nothing was switched, what is right is kept.
 
 `serve` is told {"root", "address", "port", "allow": [addresses]} and answers GET until ended:
 

@@ -103,7 +103,7 @@ def test_what_the_bundle_must_hold(tmp_path: Path) -> None:
     tools, _ = airgap.tools_key(TOOLS_LOCK, "3.11.2")
     assert set(needs["locks"]) == {release.lock_sha256(LOCK), tools}
     assert set(needs["listings"].values()) == {"listings/glm@v1.json", "listings/qwen@v2.json"}
-    assert {"gcc", "nginx-light", "prometheus"} <= set(needs["systems"]["debian-12-amd64"])
+    assert {"gcc", "lua-cjson", "prometheus"} <= set(needs["systems"]["debian-12-amd64"])
     stamp = {
         "source": "/srv/bundle",
         "locks": list(needs["locks"]),
