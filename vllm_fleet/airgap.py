@@ -51,7 +51,7 @@ def _pointed(settings: HostSettings, known: Mapping[str, str]) -> HostSettings:
     return settings.model_copy(
         update={
             "package_index": PackageIndex(index_url=f"{url}/simple/"),
-            "hub": Hub(endpoint=url, huggingface_endpoint=url),
+            "hub": Hub(endpoint=url, huggingface_endpoint=url, limit_mib=settings.hub.limit_mib),
             "proxy": Proxy(),
         }
     )

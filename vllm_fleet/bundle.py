@@ -165,7 +165,7 @@ def _named(python: str) -> str:
 
 
 def with_hubs(fleet: Fleet, endpoint: str | None, huggingface: str | None) -> Fleet:
-    """The fleet with other hubs: hosts without internet name none, and this machine may need one."""
+    """The fleet with other hubs: with `air_gapped` it names none, and this machine may need one."""
     hosts = []
     for host in fleet.hosts:
         given = host.settings.hub
@@ -552,10 +552,10 @@ class _Ticker:
     def _tick(self) -> None:
         total = sum(entry.size for entry in self.entries)
         before = None
-        while not self.ended.wait(checks.TICK_SECONDS):
+        while not self.ended.wait(tools.TICK_SECONDS):
             here = sum(hub.on_disk(self.place, entry) for entry in self.entries)
             if before is not None:
-                self.say(checks.progress_line(self.name, here, before, total))
+                self.say(checks.progress_line(self.name, here, before, total, tools.TICK_SECONDS))
             before = here
 
 

@@ -27,13 +27,13 @@ from vllm_fleet import (
     placement,
     pruning,
     release,
+    room,
     weights,
 )
 from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
-from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
@@ -261,18 +261,6 @@ def asked() -> str:
     )
 
 
-def disk_refusals(spec: HostSpec, state: HostState, missing: int) -> list[str]:
-    """Whether the releases that are still to be built find room."""
-    need = sum(ROOM[spec.settings.device]) / 2**30 * missing
-    free = state.disks[paths.OPT]["free_mib"] / 1024
-    if need > free:
-        return [
-            f"{spec.name}: {paths.OPT} has {free:.1f} GiB free, {missing} release(s) to build need "
-            f"{need:.0f} GiB: make room or mount a larger disk there"
-        ]
-    return []
-
-
 def pools_of(instances: Mapping[str, tuple[PlannedInstance, ...]]) -> tuple[Pool, ...]:
     """The pools over all hosts: models in the order in which their first instance is declared."""
     found: dict[str, list[PlannedInstance]] = {}
@@ -315,7 +303,7 @@ def plan_fleet(
                 )
     plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
     for plan in plans.values():
-        reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
+        reasons += room.refusals(plan)
     if reasons:
         raise Refusal(reasons)
     return fanout.arranged(plans)
@@ -418,7 +406,9 @@ def _with_bundle(
             key, name = airgap.tools_key(TOOLS_LOCK, other.state.python)
             needs["locks"][key] = name
     wanted: dict[str, Mapping[str, Iterable[str]]] = {**needs, "systems": systems}
+    later = sum(want.size for want in room.wants(plan) if want.place == paths.OPT)
     order: dict[str, object] = {"source": gap.bundle, "root": airgap.ROOT, "needs": wanted}
+    order["later"] = later
     return replace(
         plan, bundle=BundleTake(airgap.held(plan.state.bundle, gap.bundle, wanted), order)
     )

@@ -53,7 +53,6 @@ CURRENT = "current"
 FORMAT = 1
 BLOCK = 8 << 20
 SPARE = 256 << 20
-TICK_SECONDS = 5.0
 SHOWN = 5
 
 
@@ -135,7 +134,7 @@ def take(settings: Mapping[str, Any]) -> None:
         if _stands(final, manifest):
             say(f"bundle: {final} stands, {len(manifest['files'])} files")
         else:
-            _Taking(source, root, final, manifest).run()
+            _Taking(source, root, final, manifest, settings).run()
         _point(root, final)
         _remove_others(root, final)
     stamp = {
@@ -183,8 +182,17 @@ def _changed(folder: Path, noted: Mapping[str, Any]) -> List[str]:
 class _Taking:
     """One bundle on its way into its place."""
 
-    def __init__(self, source: Path, root: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        source: Path,
+        root: Path,
+        final: Path,
+        manifest: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> None:
         self.source, self.final = source, final
+        self.every = tools.ticks(settings)
+        self.later = int(settings.get("later") or 0)
         self.manifest = manifest
         self.files: Mapping[str, Mapping[str, Any]] = manifest["files"]
         self.part = root / f".{final.name}.part"
@@ -210,7 +218,10 @@ class _Taking:
         total = sum(self.files[name]["size"] for name in todo)
         same = os.stat(self.source).st_dev == os.stat(self.part).st_dev
         if not same:
-            tools.check_room({"the bundle": (self.part, total + SPARE)})
+            wants = {"the bundle": (self.part, total + SPARE)}
+            if self.later:
+                wants["releases and weights"] = (self.part, self.later)
+            tools.check_room(wants)
         say(
             f"bundle: {self.source} to {self.final}: {len(todo)} of {len(self.files)} files, "
             f"{tools.gib(total)} to verify" + ("" if same else " and copy")
@@ -218,7 +229,8 @@ class _Taking:
         bad: Dict[str, str] = {}
         ended = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(ended, total), daemon=True)
-        ticker.start()
+        if self.every:
+            ticker.start()
         try:
             with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
                 for name, problem in zip(todo, pool.map(self._one, todo), strict=True):
@@ -226,7 +238,6 @@ class _Taking:
                         bad[name] = problem
         finally:
             ended.set()
-            ticker.join()
             tools.write_json(self.part / PROGRESS, self.done)
         if bad:
             shown = "; ".join(f"{name}: {why}" for name, why in list(bad.items())[:SHOWN])
@@ -284,8 +295,8 @@ class _Taking:
 
     def _tick(self, ended: threading.Event, total: int) -> None:
         before = 0
-        while not ended.wait(TICK_SECONDS):
-            rate = (self.bytes - before) / TICK_SECONDS
+        while not ended.wait(self.every):
+            rate = (self.bytes - before) / self.every
             before = self.bytes
             left = f"{(total - before) / rate:.0f} s left" if rate else "waiting"
             say(

@@ -509,9 +509,26 @@ def weights() -> Dict[str, Dict[str, Any]]:
         found[path] = {
             **{key: stamp.get(key) for key in kept},
             "intact": intact,
+            "sha256": sorted({str(k.get("sha256")) for k in (stamp.get("files") or {}).values()}),
             "config": small(f"{folder}/config.json"),
             "quant": small(f"{folder}/hf_quant_config.json"),
         }
+    return found
+
+
+def fetched() -> Dict[str, int]:
+    """Bytes of weights that an earlier run left beside each directory they are for."""
+    found = {}
+    for part in glob.glob(f"{OPT}/models/*/.*.part"):
+        total = 0
+        for folder, _, names in os.walk(part):
+            for name in names:
+                try:
+                    total += os.stat(os.path.join(folder, name)).st_size
+                except OSError:
+                    continue
+        model, name = os.path.split(part)
+        found[os.path.join(model, name[1 : -len(".part")])] = total
     return found
 
 
@@ -578,6 +595,7 @@ def main() -> None:
             "units": lambda: units(asked["units"]),
             "listening": listening,
             "weights": weights,
+            "fetched": fetched,
         }
     )
     state = {

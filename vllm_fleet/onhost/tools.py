@@ -35,6 +35,7 @@ STAMP = "tools.json"
 LOCK = "tools-requirements.lock"
 OLDEST_PYTHON = (3, 10)
 ROOM = 400 << 20  # bytes that venv and pip's downloads take, rounded up
+TICK_SECONDS = 5.0  # between two lines of progress
 # sudo and pyinfra give different PATHs, and root's may begin with a private Python.
 SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -95,6 +96,11 @@ def say(text: str) -> None:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, sys.stdout.fileno())
         os.close(silent)
+
+
+def ticks(settings: Mapping[str, Any]) -> float:
+    """Seconds between two lines of progress; 0 where nobody watches."""
+    return float(settings.get("progress", TICK_SECONDS))
 
 
 def main() -> int:

@@ -294,6 +294,12 @@ class Hub(Settings):
         description="File on the operator's machine that holds Hugging Face's token.",
         examples=["secrets/huggingface.token"],
     )
+    limit_mib: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="MiB a second that each host takes from the hub at most, all files together; "
+        "null: no bound. Hosts among each other (`fanout`) are not bounded.",
+        examples=[100],
+    )
 
 
 class Fanout(Settings):
