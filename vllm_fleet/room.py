@@ -76,7 +76,8 @@ def refusals(plan: HostPlan) -> list[str]:
             parts = ", ".join(f"{want.what} {gib(want.size)}" for want in listed)
             found.append(
                 f"{plan.spec.name}: {place} has {gib(free)} free, needed are {gib(need)} "
-                f"({parts}): {gib(need - free)} are missing; make room, or mount a larger disk there"
+                f"({parts}): {gib(need - free)} are missing; make room, or mount a larger disk "
+                "there"
             )
     return found
 
