@@ -474,7 +474,9 @@ def _host_plan(
                     "staged; `upgrade.py` moves it"
                 )
         present = state.texts.get(firewall.FILE)
-        if closed := firewall.files(spec, firewall.peers(fleet, states, present)):
+        givers = firewall.sharers(fleet).get(settings.fanout.port, [])
+        sharing = givers if spec.address in givers else []
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing):
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.

@@ -311,7 +311,8 @@ class Fanout(Settings):
         examples=[True],
     )
     port: Annotated[int, Field(ge=1024, le=65535)] = Field(
-        8997, description="Port for it on each GPU host, open for the other GPU hosts."
+        8997,
+        description="Port for it on each GPU host; with `firewall`, closed to all but GPU hosts.",
     )
 
 

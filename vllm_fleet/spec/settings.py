@@ -22,7 +22,17 @@ from vllm_fleet.spec.words import Type, describe
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "all": (
         "Every host of every inventory.",
-        ("models", "python", "package_index", "package_cache", "proxy", "hub", "fanout", "address"),
+        (
+            "models",
+            "python",
+            "package_index",
+            "package_cache",
+            "proxy",
+            "hub",
+            "fanout",
+            "air_gapped",
+            "address",
+        ),
     ),
     "gpu": (
         "Hosts of group gpu.",
