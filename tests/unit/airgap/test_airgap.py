@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import airgap, release
+from vllm_fleet.operations import host
 from vllm_fleet.plan import TOOLS_LOCK, HostPlan, plan_fleet
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
@@ -117,11 +118,22 @@ def test_what_the_bundle_must_hold(tmp_path: Path) -> None:
         less = plans(tmp_path, gw_1={"bundle": {**stamp, key: stamp[key][1:]}})["gw-1"].bundle
         assert less is not None
         assert not less.held
-    other = plans(
-        tmp_path, gw_1={"bundle": stamp}, gpu_2={"os": {"id": "ubuntu", "version": "24.04"}}
-    )
+    ubuntu = {"id": "ubuntu", "version": "24.04", "name": "Ubuntu 24.04"}
+    other = plans(tmp_path, gw_1={"bundle": stamp}, gpu_2={"os": ubuntu})
     assert other["gw-1"].bundle is not None
     assert not other["gw-1"].bundle.held
+
+
+def test_apt_has_one_source_and_no_proxy(tmp_path: Path) -> None:
+    plan = plans(tmp_path)["gpu-2"]
+    (command,) = [c for c in host.packages._inner(plan=plan) if isinstance(c, str)]
+    for word in (
+        f"-o Dir::Etc::SourceList={airgap.SOURCES} ",
+        "-o Dir::Etc::SourceParts=/dev/null ",
+        "-o Acquire::http::Proxy=DIRECT ",
+    ):
+        assert command.count(word) == 2, command  # of update and of install
+    assert "http_proxy" not in command
 
 
 def test_a_host_without_a_lock_and_models_without_listings(tmp_path: Path) -> None:
