@@ -28,6 +28,7 @@ import html
 import http.server
 import json
 import os
+import posixpath
 import re
 import shutil
 import socket
@@ -368,8 +369,9 @@ class Shelf:
 
     def static(self, path: str) -> Optional[Path]:
         """A wheel, or a file of the Debian repository."""
-        name = path.lstrip("/")
-        return self.folder / name if name in self.files and name[:4] in ("whee", "apt/") else None
+        name = posixpath.normpath(path).lstrip("/")  # apt asks for /apt/<system>/./Packages
+        shown = name in self.files and name.startswith(("wheels/", "apt/"))
+        return self.folder / name if shown else None
 
     def weight(self, model: Mapping[str, Any], path: str) -> Optional[Path]:
         """A file of a model."""

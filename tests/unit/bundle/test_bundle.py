@@ -129,6 +129,7 @@ def test_what_is_made_is_taken_and_served(site: Site, tmp_path: Path) -> None:
             assert listings.fetch("tiny", one.model, again, tmp_path).digest == digest
         assert status(f"{url}/api/models/{REPO}/revision/other") == 404
         assert status(f"{url}/wheels/../manifest.json") == 404
+        assert status(f"{url}/wheels/./one-1.0-py3-none-any.whl") == 200  # as apt asks
         assert status(f"{url}/manifest.json") == 404
         assert status(f"{url}/{REPO}/resolve/{digest}/../../etc/passwd") == 404
         assert status(f"{url}/simple/one/", "127.0.0.9") == 403
