@@ -65,6 +65,11 @@ class LockFile:
     platform: str
     indexes: tuple[str, ...] = ()
 
+    @property
+    def wanted(self) -> str:
+        """What was asked of pip."""
+        return f"{self.key} {self.python} {self.platform}"
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -277,9 +282,19 @@ class _Notes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.known: dict[str, list[Any]] = {}
-        with contextlib.suppress(OSError, ValueError):  # then all is hashed again
-            self.known = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+        self.asked: list[str] = []  # locks whose wheels all came
+        with contextlib.suppress(OSError, ValueError, LookupError):  # then all is hashed again
+            noted = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+            self.known, self.asked = noted["files"], noted["asked"]
         self.lock = threading.Lock()
+
+    def ask(self, lock: str) -> None:
+        """Keep in mind that the wheels of a lock came."""
+        self.asked.append(lock)
+        self._write()
+
+    def _write(self) -> None:
+        tools.write_json(self.folder / NOTES, {"files": self.known, "asked": self.asked})
 
     def of(self, name: str) -> dict[str, Any]:
         """Size and checksum of a file."""
@@ -292,7 +307,7 @@ class _Notes:
             found = [*note, checks.sha256_of(path)]
             with self.lock:
                 self.known[name] = found
-                tools.write_json(self.folder / NOTES, self.known)
+                self._write()
         return {"size": found[0], "sha256": found[2]}
 
 
@@ -317,10 +332,18 @@ def _wheels(wanted: Wanted, folder: Path, notes: _Notes, say: Say) -> Iterator[s
     for lock in wanted.locks:
         pins = release.parse_lock(lock.text)
         have = _by_hash(place, notes)
-        lacking = [p for p in pins if not any(h in have for h in p.hashes)]
+        # What has a marker may not be for this Python, and so never comes.
+        asked = lock.wanted in notes.asked
+        lacking = [
+            pin
+            for pin in pins
+            if not any(h in have for h in pin.hashes)
+            and not (asked and _left_out(lock.text, pin.line))
+        ]
         if lacking:
             say(f"{lock.name}: fetching {len(lacking)} of {len(pins)} wheels, Python {lock.python}")
             _pip_download(lock, wanted.pip, place)
+            notes.ask(lock.wanted)
             have = _by_hash(place, notes)
         for pin in pins:
             names = sorted(have[h] for h in pin.hashes if h in have)

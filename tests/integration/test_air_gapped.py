@@ -35,6 +35,7 @@ table inet watch {{
     set seen {{ type ipv4_addr; flags dynamic; size 100; }}
     chain output {{
         type filter hook output priority 0; policy accept;
+        tcp sport 22 accept  # also of the connection that brings this
         ct state established,related accept
         ip daddr {{ 127.0.0.0/8, {allowed} }} accept
         meta l4proto ipv6-icmp accept

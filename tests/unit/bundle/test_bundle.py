@@ -169,6 +169,18 @@ def test_what_is_there_is_kept_and_a_partial_file_goes_on(site: Site) -> None:
     assert not (site.folder / "wheels" / "old-1-py3-none-any.whl").exists()
 
 
+def test_a_package_for_other_systems_is_asked_for_once(site: Site) -> None:
+    lock = site.wanted.locks[0]
+    text = f'{lock.text}two==1 ; sys_platform == "win32" \\\n    --hash=sha256:{"2" * 64}\n'
+    other = bundle.LockFile(release.lock_sha256(text), lock.name, text, lock.python, lock.platform)
+    wanted = bundle.Wanted((other,), (), (), site.wanted.pip)
+    said: list[str] = []
+    first = bundle.make(wanted, site.folder, site.root, said.append)
+    assert "fetching 2 of 2 wheels" in said[0]
+    assert bundle.make(wanted, site.folder, site.root, said.append) == first
+    assert len(said) == 1
+
+
 def test_a_moved_branch_is_no_part_of_a_bundle(site: Site) -> None:
     path = site.hub_root / REPO / "config.json"
     path.write_text(path.read_text().replace("{", "{ ", 1)[:-1])
