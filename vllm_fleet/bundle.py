@@ -248,8 +248,16 @@ def make(wanted: Wanted, folder: Path, root: Path, say: Say) -> dict[str, Any]:
         "files": dict(sorted(files.items())),
     }
     _remove_others(folder, set(files))
-    tools.write_json(folder / onhost.MANIFEST, manifest)
+    if _read_json(folder / onhost.MANIFEST) != manifest:
+        tools.write_json(folder / onhost.MANIFEST, manifest)
     return manifest
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _own(folder: Path) -> None:

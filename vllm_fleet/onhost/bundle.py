@@ -140,7 +140,6 @@ def take(settings: Mapping[str, Any]) -> None:
         _remove_others(root, final)
     stamp = {
         "source": str(source),
-        "manifest": _noted(source / MANIFEST),
         "id": final.name,
         "locks": sorted(one["sha256"] for one in manifest["locks"]),
         "listings": sorted(one["key"] for one in manifest["models"]),

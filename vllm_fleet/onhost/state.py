@@ -564,16 +564,14 @@ def bundle() -> Dict[str, Any]:
         return {}
     try:
         final = os.path.join(root, os.readlink(f"{root}/current"))
-        files = {
-            **{
-                os.path.join(final, name): n
-                for name, n in read_json(f"{final}/bundle.json").items()
-            },
-        }
-        if os.path.exists(stamp["source"]):  # else it was taken away again, as a disk is
-            files[f"{stamp['source']}/manifest.json"] = stamp["manifest"]
-        for path, noted in files.items():
-            status = os.stat(path)
+        noted_files = read_json(f"{final}/bundle.json").items()
+        carried = f"{stamp['source']}/manifest.json"
+        if os.path.exists(carried):  # else it was taken away again, as a disk is
+            with open(carried, "rb") as file:
+                if hashlib.sha256(file.read()).hexdigest()[:16] != stamp["id"]:
+                    return {}
+        for name, noted in noted_files:
+            status = os.stat(os.path.join(final, name))
             if [status.st_size, status.st_mtime_ns] != list(noted)[:2]:
                 return {}
     except (OSError, AttributeError, KeyError, TypeError):

@@ -23,7 +23,7 @@ from tests.testbed import tiny_models
 from tests.testbed.made_wheels import wheel
 from vllm_fleet import bundle, listings, release
 from vllm_fleet.onhost import bundle as onhost
-from vllm_fleet.onhost import hub
+from vllm_fleet.onhost import hub, state
 from vllm_fleet.onhost.tools import Refusal
 from vllm_fleet.spec.model import HostSettings, Hub, Model
 
@@ -44,7 +44,7 @@ class Site:
 
     @property
     def taken(self) -> Path:
-        return self.root / "opt"
+        return self.root / "opt/bundle"
 
     def make(self) -> dict[str, Any]:
         self.said: list[str] = []
@@ -239,6 +239,31 @@ def test_a_bundle_that_stands_is_not_read_again_and_a_spoilt_one_is_mended(
     site.take()
     assert "1 of " in capsys.readouterr().out
     assert (final / name).read_bytes() == (site.folder / name).read_bytes()
+
+
+def test_the_state_of_a_host_tells_its_bundle_while_it_is_whole(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "OPT", str(site.taken.parent))
+    assert state.bundle() == {}
+    manifest = site.make()
+    site.take()
+    stamp = state.bundle()
+    assert stamp["source"] == str(site.folder)
+    assert stamp["locks"] == [site.wanted.locks[0].key]
+    assert stamp["listings"] == [manifest["models"][0]["key"]]
+    # Another bundle was carried; the same again; taken away altogether.
+    carried = site.folder / "manifest.json"
+    text = carried.read_text()
+    carried.write_text(text + " ")
+    assert state.bundle() == {}
+    carried.write_text(text)
+    assert state.bundle() == stamp
+    carried.unlink()
+    assert state.bundle() == stamp
+    final = site.taken / os.readlink(site.taken / "current")
+    (final / next(iter(manifest["files"]))).unlink()
+    assert state.bundle() == {}
 
 
 def test_a_bundle_that_lacks_something_is_refused_with_what(site: Site) -> None:
