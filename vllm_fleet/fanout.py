@@ -26,7 +26,7 @@ def arranged(plans: Mapping[str, HostPlan]) -> dict[str, HostPlan]:
     taking_part = {
         host: plan
         for host, plan in plans.items()
-        if plan.spec.settings.fanout.enabled and _is_ipv4(plan.spec.address)
+        if plan.spec.settings.fanout.enabled and is_ipv4(plan.spec.address)
     }
     fetches = {(host, one.name): one for host, plan in taking_part.items() for one in plan.weights}
     done = dict(plans)
@@ -75,7 +75,8 @@ def _alike(one: WeightsFetch, other: WeightsFetch) -> bool:
     return all(one.order[key] == other.order[key] for key in IDENTITY)
 
 
-def _is_ipv4(address: str) -> bool:
+def is_ipv4(address: str) -> bool:
+    """Whether hosts can share weights at an address."""
     try:
         return ip_address(address).version == 4
     except ValueError:

@@ -12,7 +12,7 @@ import ipaddress
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from vllm_fleet import paths
+from vllm_fleet import fanout, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import Fleet, HostSpec
@@ -53,8 +53,30 @@ def peers(
     return found
 
 
-def files(spec: HostSpec, peers: Mapping[str, Sequence[str]]) -> list[ManagedFile]:
+def all_addresses(host: HostSpec, state: HostState | None) -> list[str]:
+    """The addresses from which a host may come: the inventory's, and those seen on it."""
+    return sorted({host.address, *(_addresses(state) if state else [])})
+
+
+def sharers(fleet: Fleet) -> dict[int, list[str]]:
+    """Addresses of the hosts that give each other weights, by their port.
+
+    They come from the inventory's address alone, and are asked at it.
+    """
+    found: dict[int, list[str]] = {}
+    for host in fleet.group("gpu"):
+        settings = host.settings.fanout
+        if settings.enabled and fanout.is_ipv4(host.address):
+            found.setdefault(settings.port, []).append(host.address)
+    return found
+
+
+def files(
+    spec: HostSpec, peers: Mapping[str, Sequence[str]], sharing: Sequence[str] = ()
+) -> list[ManagedFile]:
     """The table of a GPU host and the units that keep it; none where nothing is to be closed.
+
+    ``sharing``: the hosts that may ask this one for weights.
 
     Raises ValueError, naming the host, for a peer that is no address.
     """
@@ -69,6 +91,8 @@ def files(spec: HostSpec, peers: Mapping[str, Sequence[str]]) -> list[ManagedFil
         "unit": UNIT,
         "told": _TOLD + json.dumps(peers, sort_keys=True),
         "ports": ports,
+        "sharing": _networks(spec, sharing, 4),
+        "sharing_port": spec.settings.fanout.port,
         "ipv4": _networks(spec, allowed, 4),
         "ipv6": _networks(spec, allowed, 6),
     }

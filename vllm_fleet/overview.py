@@ -183,7 +183,9 @@ def _changes(plan: HostPlan | None) -> Data | None:
     """What deploy.py would do on a host; None where it would do nothing at all anywhere."""
     if plan is None:
         return None
+    take = plan.bundle is not None and not plan.bundle.held
     return {
+        "bundle": [str(plan.bundle.order["source"])] if plan.bundle and take else [],
         "packages": list(plan.missing_packages),
         "files": [file.path for file in plan.changed_files],
         "removed_files": list(plan.removed_files),

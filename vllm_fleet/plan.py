@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import resources
 
 from vllm_fleet import (
+    airgap,
     engine_data,
     exam,
     fanout,
@@ -26,19 +27,19 @@ from vllm_fleet import (
     placement,
     pruning,
     release,
+    room,
     weights,
 )
 from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
-from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.rollout.policy import Version
 from vllm_fleet.rollout.state import Refused, record_of, refusal_of, refusals
-from vllm_fleet.spec.inputs import Inputs, version_of
+from vllm_fleet.spec.inputs import Inputs, lock_path, version_of
 from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView, Sized, lines_of, survey
@@ -131,6 +132,14 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class BundleTake:
+    """A bundle to have on the host that serves it, and what onhost/bundle.py is told."""
+
+    held: bool
+    order: dict[str, object]
+
+
+@dataclass(frozen=True)
 class AcmeFetch:
     """A certificate to have from an authority: certbot's words, and what they are asked for."""
 
@@ -163,6 +172,8 @@ class HostPlan:
     # them at once; else they go in place while the instance is stopped, by the rollout.
     instance_files: Mapping[str, tuple[ManagedFile, ...]] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    bundle: BundleTake | None = None
+    bundle_services: tuple[Service, ...] = ()
     firewall_services: tuple[Service, ...] = ()
     acme: AcmeFetch | None = None
     gateway_services: tuple[Service, ...] = ()
@@ -231,6 +242,22 @@ class HostPlan:
         )
 
 
+def bundled_packages() -> tuple[str, ...]:
+    """The Debian packages that any host may need; a bundle holds all of them."""
+    return tuple(
+        sorted(
+            {
+                *COMMON_PACKAGES,
+                *GPU_PACKAGES,
+                *GATEWAY_PACKAGES,
+                *keepalived.PACKAGES,
+                *MONITORING_PACKAGES,
+                *firewall.PACKAGES,
+            }
+        )
+    )
+
+
 def asked() -> str:
     """What the large fact looks at, the same for every host."""
     return json.dumps(
@@ -252,24 +279,13 @@ def asked() -> str:
                 *(NGINX, keepalived.UNIT),
                 *(PROMETHEUS, NODE_EXPORTER, GRAFANA, JOURNALD),
                 *exam.UNITS,
+                airgap.UNIT,
                 *(firewall.UNIT, FIREWALL_GUARD, TLS_PATH, gateway.ACME_TIMER),
             ],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE],
         }
     )
-
-
-def disk_refusals(spec: HostSpec, state: HostState, missing: int) -> list[str]:
-    """Whether the releases that are still to be built find room."""
-    need = sum(ROOM[spec.settings.device]) / 2**30 * missing
-    free = state.disks[paths.OPT]["free_mib"] / 1024
-    if need > free:
-        return [
-            f"{spec.name}: {paths.OPT} has {free:.1f} GiB free, {missing} release(s) to build need "
-            f"{need:.0f} GiB: make room or mount a larger disk there"
-        ]
-    return []
 
 
 def pools_of(instances: Mapping[str, tuple[PlannedInstance, ...]]) -> tuple[Pool, ...]:
@@ -331,8 +347,9 @@ def plan_fleet(
                     pools,
                     inputs,
                 )
+    plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
     for plan in plans.values():
-        reasons += disk_refusals(plan.spec, plan.state, len(plan.missing_releases))
+        reasons += room.refusals(plan)
     if reasons:
         raise Refusal(reasons)
     return fanout.arranged(plans)
@@ -438,6 +455,45 @@ def _as_it_runs(
     return replace(one, release=kept.release, vllm_version=version)
 
 
+def _with_bundle(
+    plan: HostPlan, fleet: Fleet, plans: Mapping[str, HostPlan], inputs: Inputs
+) -> HostPlan:
+    """The plan of the host that has the bundle, with what the bundle must hold; others as is."""
+    gap = plan.spec.settings.air_gapped
+    if gap is None or not airgap.serves(plan.spec):
+        return plan
+    needs: dict[str, dict[str, str]] = {"locks": {}, "listings": {}}
+    systems: dict[str, list[str]] = {}
+    for spec in fleet.hosts:
+        if spec.settings.air_gapped is None:
+            continue
+        for one in spec.instances if "gpu" in spec.groups else ():
+            version = version_of(spec, one)
+            text = inputs.lock(spec, version)
+            if text is not None:
+                held = release.lock_sha256(release.without(text, spec.settings.vllm_exclude))
+                needs["locks"][held] = lock_path(str(spec.settings.vllm_lock), version)
+            model = spec.settings.models[one.model]
+            listing = inputs.listings.get(listings.path_of(one.model, model))
+            if listing is not None:
+                needs["listings"][airgap.listing_key(model, listing)] = listing.path
+    for other in plans.values():
+        if other.spec.settings.air_gapped is None:
+            continue
+        system = airgap.system_of(other.state.os, other.state.arch)
+        systems[system] = sorted({*systems.get(system, []), *other.packages})
+        if other.tools is not None:
+            key, name = airgap.tools_key(TOOLS_LOCK, other.state.python)
+            needs["locks"][key] = name
+    wanted: dict[str, Mapping[str, Iterable[str]]] = {**needs, "systems": systems}
+    later = sum(want.size for want in room.wants(plan) if want.place == paths.OPT)
+    order: dict[str, object] = {"source": gap.bundle, "root": airgap.ROOT, "needs": wanted}
+    order["later"] = later
+    return replace(
+        plan, bundle=BundleTake(airgap.held(plan.state.bundle, gap.bundle, wanted), order)
+    )
+
+
 def _host_plan(
     fleet: Fleet,
     states: Mapping[str, HostState],
@@ -461,6 +517,15 @@ def _host_plan(
     checksums = {one.name: vllm.running_checksum(one) for one in wanted}
     notices = view.notices
     acme: AcmeFetch | None = None
+    bundle_services: list[Service] = []
+    if settings.air_gapped is not None:
+        files += airgap.sources(spec, airgap.system_of(state.os, state.arch))
+    if airgap.serves(spec):
+        serving = airgap.files(
+            spec, [a for h in fleet.hosts for a in firewall.all_addresses(h, states.get(h.name))]
+        )
+        files += serving
+        bundle_services.append(_service(airgap.UNIT, restarts=serving))
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
         files += [
@@ -469,6 +534,7 @@ def _host_plan(
                 f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
             )
             for name in LIB_SCRIPTS
+            if f"{paths.LIB}/{name}" not in {file.path for file in files}
         ]
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
@@ -491,7 +557,9 @@ def _host_plan(
             same = [i for i in wanted if i.model_name == one.model_name]
             fetches[one.model_name] = _fetch(spec, same, state, inputs)
         present = state.texts.get(firewall.FILE)
-        if closed := firewall.files(spec, firewall.peers(fleet, states, present)):
+        givers = firewall.sharers(fleet).get(settings.fanout.port, [])
+        sharing = givers if spec.address in givers else []
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing):
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.
@@ -600,6 +668,7 @@ def _host_plan(
         checksums=checksums,
         instance_files=instance_files,
         kept=kept,
+        bundle_services=tuple(bundle_services),
         firewall_services=tuple(firewall_services),
         acme=acme,
         gateway_services=tuple(gateway_services),

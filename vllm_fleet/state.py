@@ -49,6 +49,8 @@ class HostState:
     kernel_log: list[str] = field(default_factory=list)  # lines of it that tell of broken cards
     limits: dict[str, str] = field(default_factory=dict)  # memlock: systemd's default in bytes
     nodes: list[str] = field(default_factory=list)  # /dev/nvidia*, /dev/kfd, /dev/dri/*
+    fetched: dict[str, int] = field(default_factory=dict)  # bytes beside a directory of weights
+    bundle: dict[str, Any] = field(default_factory=dict)  # stamp of the bundle; {}: none, or stale
 
     def to_json(self) -> dict[str, Any]:
         """For pyinfra's debug output."""

@@ -138,5 +138,6 @@ def order(
         "endpoint": hub_of(model, settings)[0],
         "proxy": settings.proxy.model_dump(mode="json"),
         "state": STAMPS,
+        **({"limit": settings.hub.limit_mib << 20} if settings.hub.limit_mib else {}),
         **({"listing": list(listing.files), "listing_file": listing.path} if listing else {}),
     }

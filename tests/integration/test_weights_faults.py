@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -341,6 +342,59 @@ def test_a_disk_that_fills_up_says_how_much_is_missing(host: Fleet, tmp_path: Pa
         assert sum(host.sent(asked).values()) < whole
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_full_disk_leaves_what_serves_untouched(modelscope: Fleet, tmp_path: Path) -> None:
+    host, small = modelscope, tmp_path / "small"
+    small.mkdir()
+    # The first revision and the release beside it fit, a second one does not.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=330m", "tmpfs", str(small)], check=True)
+    try:
+        release = small / "releases/1/lib.py"
+        release.parent.mkdir(parents=True)
+        release.write_text("pass\n")
+        assert host.fetch(directory=str(small / "tiny/v1"))[0] == 0
+        before = {path: path.read_bytes() for path in small.rglob("*") if path.is_file()}
+        with (small / "filler").open("wb") as file:
+            file.write(b"\0" * (256 << 20))
+        os.rename(host.hub_root / REPO, host.hub_root / "Tiny/old")
+        tiny_models.make(host.hub_root / REPO, "qwen3", pad_mib=12, seed=2)
+        code, output = host.fetch(directory=str(small / "tiny/v2"))
+        assert code == 1
+        assert "no space" in output.splitlines()[-1]
+        assert " of room" in output.splitlines()[-1]
+        after = {path: path.read_bytes() for path in before}
+        assert after == before
+        (small / "filler").unlink()
+        assert host.fetch(directory=str(small / "tiny/v2"))[0] == 0
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# -- rate and progress
+
+
+def test_downloads_keep_to_their_bound(host: Fleet) -> None:
+    rate = 3 << 20
+    began = time.monotonic()
+    code, output = host.fetch(limit=rate)
+    took = time.monotonic() - began
+    assert code == 0, output
+    assert sum(host.sent().values()) / took <= rate * 1.05
+
+
+def test_progress_is_told_only_where_somebody_looks(host: Fleet) -> None:
+    hub.switch(host.hub_root, Fault("slow", "*.safetensors", bytes=6 << 20))
+    lines = re.compile(r"(?m)^tiny: .* of .*, \d+%, .*/s, \d+:\d\d left$")
+    files = re.compile(rf"(?m)^tiny:   {SHARD}: .* of .*, \d+%, .*/s, \d+:\d\d left$")
+    code, output = host.fetch(progress=0.2)
+    assert code == 0, output
+    assert lines.search(output)
+    assert files.search(output)
+    code, output = host.fetch(progress=0, directory=str(host.root / "elsewhere/tiny/master"))
+    assert code == 0, output
+    assert "/s, " not in output
+    assert "hashing" not in output
 
 
 def test_an_operator_who_is_gone_does_not_end_the_download(host: Fleet) -> None:

@@ -355,7 +355,7 @@ class Bed:
     def destroy(self) -> None:
         """``down``, and the caches too."""
         self.down()
-        for name in ("base", "wheels", "packages", "locks"):
+        for name in ("base", "bundle", "wheels", "packages", "locks"):
             base.remove(self.cache / name)
         for file in ("id_ed25519", "id_ed25519.pub", "demo-keys.yml", "hub.log", "wheels.log"):
             (self.root / file).unlink(missing_ok=True)

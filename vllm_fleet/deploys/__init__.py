@@ -13,7 +13,7 @@ from pyinfra.api.exceptions import DeployError
 from pyinfra.operations import python
 
 from vllm_fleet.deploys import rolling
-from vllm_fleet.deploys.fleet import given_up, my_plan, new_placement
+from vllm_fleet.deploys.fleet import fleet_plans, given_up, my_plan, new_placement
 from vllm_fleet.operations import flow
 from vllm_fleet.operations import gateway as gateways
 from vllm_fleet.operations import host as hosts
@@ -50,6 +50,10 @@ def prepare(plan: HostPlan | None) -> None:
     if new_placement() is not None:
         # On every host: where it fails, all of them must stop.
         python.call(name="Cards chosen, written down", function=write_down)
+    if any(one.spec.settings.air_gapped for one in fleet_plans().values()):
+        # On every host, so that all of them wait here until the bundle is served.
+        hosts.bundle(name="Bundle for hosts without internet", plan=plan)
+        meet("The bundle is served")
     hosts.packages(name="Debian packages", plan=plan)
     if plan.acme:
         gateways.stand_in(name="Stand-in for the certificate", plan=plan)

@@ -21,7 +21,7 @@ import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Tuple, Union
 
 if __package__:
     from vllm_fleet.onhost import tools
@@ -67,6 +67,59 @@ def source(settings: Mapping[str, Any]) -> "Source":
     return (
         HuggingFace(settings) if settings.get("source") == "huggingface" else ModelScope(settings)
     )
+
+
+class Bound:
+    """A bound of bytes a second over all connections of this process to the hub.
+
+    Kept where every library reads at last: http.client's answers. One that reads more slowly
+    than the hub sends is waited for by TCP itself.
+    """
+
+    BURST_SECONDS = 0.1
+
+    def __init__(self, rate: int) -> None:
+        self.rate = rate
+        self.until = 0.0  # when what was read so far is paid for
+        self.lock = threading.Lock()
+        self.inside = threading.local()  # a read that calls another one counts once
+
+    def pay(self, count: int) -> None:
+        """Wait as long as these bytes may take."""
+        with self.lock:
+            self.until = max(self.until, time.monotonic()) + count / self.rate
+            wait = self.until - time.monotonic() - self.BURST_SECONDS
+        if wait > 0:
+            time.sleep(wait)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Bound what is read meanwhile; answers marked `unbounded` are left out."""
+        kept = {name: getattr(http.client.HTTPResponse, name) for name in READS}
+        for name, plain in kept.items():
+            setattr(http.client.HTTPResponse, name, self._bounded(plain))
+        try:
+            yield
+        finally:
+            for name, plain in kept.items():
+                setattr(http.client.HTTPResponse, name, plain)
+
+    def _bounded(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(answer: Any, *arguments: Any, **named: Any) -> Any:
+            if getattr(self.inside, "on", False) or getattr(answer, "unbounded", False):
+                return plain(answer, *arguments, **named)
+            self.inside.on = True
+            try:
+                found = plain(answer, *arguments, **named)
+            finally:
+                self.inside.on = False
+            self.pay(found if isinstance(found, int) else len(found))
+            return found
+
+        return read
+
+
+READS = ("read", "read1", "readinto")
 
 
 class HubGone(Refusal):

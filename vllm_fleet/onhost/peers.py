@@ -459,6 +459,7 @@ def _asking(
     try:
         connection.request("GET", path, headers={"User-Agent": "vllm-fleet", **headers})
         answer = connection.getresponse()
+        answer.unbounded = True  # type: ignore[attr-defined] # hub.limit_mib is for the hub
         if answer.status == 503:
             raise Busy("serves others")
         if answer.status not in (200, 206):

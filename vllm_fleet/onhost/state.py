@@ -544,9 +544,26 @@ def weights() -> Dict[str, Dict[str, Any]]:
         found[path] = {
             **{key: stamp.get(key) for key in kept},
             "intact": intact,
+            "sha256": sorted({str(k.get("sha256")) for k in (stamp.get("files") or {}).values()}),
             "config": small(f"{folder}/config.json"),
             "quant": small(f"{folder}/hf_quant_config.json"),
         }
+    return found
+
+
+def fetched() -> Dict[str, int]:
+    """Bytes of weights that an earlier run left beside each directory they are for."""
+    found = {}
+    for part in glob.glob(f"{OPT}/models/*/.*.part"):
+        total = 0
+        for folder, _, names in os.walk(part):
+            for name in names:
+                try:
+                    total += os.stat(os.path.join(folder, name)).st_size
+                except OSError:
+                    continue
+        model, name = os.path.split(part)
+        found[os.path.join(model, name[1 : -len(".part")])] = total
     return found
 
 
@@ -574,6 +591,29 @@ def tools() -> Optional[str]:
     return os.path.basename(os.readlink(link)) if os.path.islink(link) else None
 
 
+def bundle() -> Dict[str, Any]:
+    """Stamp of the bundle that is served; {} where it is spoilt, or another one was carried."""
+    root = f"{OPT}/bundle"
+    stamp = read_json(f"{root}/bundle.json")
+    if not isinstance(stamp, dict):
+        return {}
+    try:
+        final = os.path.join(root, os.readlink(f"{root}/current"))
+        noted_files = read_json(f"{final}/bundle.json").items()
+        carried = f"{stamp['source']}/manifest.json"
+        if os.path.exists(carried):  # else it was taken away again, as a disk is
+            with open(carried, "rb") as file:
+                if hashlib.sha256(file.read()).hexdigest()[:16] != stamp["id"]:
+                    return {}
+        for name, noted in noted_files:
+            status = os.stat(os.path.join(final, name))
+            if [status.st_size, status.st_mtime_ns] != list(noted)[:2]:
+                return {}
+    except (OSError, AttributeError, KeyError, TypeError):
+        return {}
+    return stamp
+
+
 def main() -> None:
     """Print the state."""
     asked = json.loads(sys.argv[1])
@@ -588,6 +628,7 @@ def main() -> None:
             "units": lambda: units(asked["units"]),
             "listening": listening,
             "weights": weights,
+            "fetched": fetched,
         }
     )
     state = {
@@ -613,6 +654,7 @@ def main() -> None:
         "rdma": rdma(),
         "releases": stamped(f"{OPT}/releases/*", "release.json"),
         "tools": tools(),
+        "bundle": bundle(),
         "loaded": {
             os.path.basename(path): (read(path) or "").strip()
             for path in glob.glob(f"{STATE}/loaded/*")

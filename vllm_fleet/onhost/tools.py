@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -34,6 +35,7 @@ STAMP = "tools.json"
 LOCK = "tools-requirements.lock"
 OLDEST_PYTHON = (3, 10)
 ROOM = 400 << 20  # bytes that venv and pip's downloads take, rounded up
+TICK_SECONDS = 5.0  # between two lines of progress
 # sudo and pyinfra give different PATHs, and root's may begin with a private Python.
 SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -45,7 +47,7 @@ CAUSES: Tuple[Tuple[str, str, str], ...] = (
         "make room and run again; what was downloaded is kept",
     ),
     (
-        r"(?:do not match the hashes|Hash mismatch for|hash mismatch)",
+        r"(?i)do not match the hashes|hash mismatch",
         "a package is not the one that the lock names",
         "the mirror serves another build, or the download was altered: clear the mirror's copy, "
         "or make the lock again from an index that you trust",
@@ -94,6 +96,11 @@ def say(text: str) -> None:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, sys.stdout.fileno())
         os.close(silent)
+
+
+def ticks(settings: Mapping[str, Any]) -> float:
+    """Seconds between two lines of progress; 0 where nobody watches."""
+    return float(settings.get("progress", TICK_SECONDS))
 
 
 def main() -> int:
@@ -181,6 +188,12 @@ def _make(settings: Mapping[str, Any], lock: str, python: str, version: str, fin
     if given(index):
         pip.append("--isolated")  # what is set replaces the host's pip configuration
         arguments += pip_arguments(index)
+        # Plain HTTP that the operator names: pip would leave it out, and hashes decide anyway.
+        places = [index.get("index_url"), *(index.get("extra_index_urls") or [])]
+        for place in filter(None, [*places, *(index.get("find_links") or [])]):
+            url = urllib.parse.urlsplit(str(place))
+            if url.scheme == "http":
+                arguments += ["--trusted-host", url.netloc.rpartition("@")[2]]
     run(
         [*pip, *arguments, "-r", str(requirements)],
         env,

@@ -56,7 +56,7 @@ STAMP = ".verified.json"
 PROGRESS = ".progress.json"  # in a .part directory: the files verified so far, as in a stamp
 BLOCK = 8 << 20
 SPARE = 256 << 20  # disk left free beside the weights
-TICK_SECONDS = 5.0
+FILES_SHOWN = 3
 FILES_AT_ONCE = 8
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -89,8 +89,10 @@ def main() -> int:
 
 def named(settings: Mapping[str, Any]) -> None:
     """Fetch; a refusal names the model, whatever step it comes from."""
+    limit = int(settings.get("limit") or 0)
     try:
-        fetch(settings)
+        with hub.Bound(limit).kept() if limit else contextlib.nullcontext():
+            fetch(settings)
     except Refusal as refusal:
         name = str(settings["name"])
         if name in str(refusal).split():
@@ -159,7 +161,7 @@ def verify(models: str, names: Iterable[str]) -> None:
             continue
         began = time.monotonic()
         files = {name: noted for name, noted in stamp["files"].items() if noted["sha256"]}
-        found = _hashed([directory / name for name in files])
+        found = _hashed([directory / name for name in files], str(directory), tools.TICK_SECONDS)
         wrong = {
             name: found[directory / name] or "missing"
             for name, noted in files.items()
@@ -184,18 +186,42 @@ def verify(models: str, names: Iterable[str]) -> None:
         )
 
 
-def _hashed(paths: List[Path]) -> Dict[Path, str]:
-    """sha256 of each file, side by side; "" where it cannot be read."""
+def _hashed(paths: List[Path], what: str, every: float) -> Dict[Path, str]:
+    """sha256 of each file, side by side; "" where it cannot be read. Told every few seconds."""
+    lock = threading.Lock()
+    ended = threading.Event()
+    here = 0
+
+    def count(more: int) -> None:
+        nonlocal here
+        with lock:
+            here += more
 
     def one(path: Path) -> str:
         try:
-            return sha256_of(path)
+            return sha256_of(path, count)
         except OSError:
             return ""
 
-    paths = sorted(paths, key=lambda path: -path.stat().st_size if path.exists() else 0)
-    with concurrent.futures.ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
-        return dict(zip(paths, pool.map(one, paths), strict=True))
+    sizes = {path: path.stat().st_size if path.exists() else 0 for path in paths}
+    total = sum(sizes.values())
+
+    def tick() -> None:
+        before = 0
+        while not ended.wait(every):
+            now = here
+            say(progress_line(f"{what}: hashed", now, before, total, every))
+            before = now
+
+    paths = sorted(paths, key=lambda path: -sizes[path])
+    ticker = threading.Thread(target=tick, daemon=True)
+    if every:
+        ticker.start()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
+            return dict(zip(paths, pool.map(one, paths), strict=True))
+    finally:
+        ended.set()
 
 
 class _Own:
@@ -529,7 +555,7 @@ class _Download:
             if (self.final / entry.path).is_file()
             and (self.final / entry.path).stat().st_size == entry.size
         ]
-        found = _hashed(sized)
+        found = _hashed(sized, f"{self.name}: {self.final}", tools.ticks(self.settings))
         for entry in suspects:
             path = self.final / entry.path
             checksum = found.get(path, "")
@@ -617,7 +643,8 @@ class _Download:
         lock = threading.Lock()
         gone = threading.Event()
         failures: Dict[str, Exception] = {}
-        with _Progress(self.name, place, entries) as progress:
+        every = tools.ticks(self.settings)
+        with _Progress(self.name, place, entries, every) as progress:
 
             def work(entry: Entry) -> None:
                 try:
@@ -799,8 +826,11 @@ def _remove_tree(place: Path) -> None:
         Path(folder).rmdir()
 
 
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, in hex. hashlib frees the interpreter, so threads hash in parallel."""
+def sha256_of(path: Path, seen: Optional[Callable[[int], None]] = None) -> str:
+    """Checksum of a file, in hex. hashlib frees the interpreter, so threads hash in parallel.
+
+    ``seen`` is told of each block.
+    """
     digest = hashlib.sha256()
     buffer = bytearray(BLOCK)
     view = memoryview(buffer)
@@ -810,6 +840,8 @@ def sha256_of(path: Path) -> str:
             if not count:
                 return digest.hexdigest()
             digest.update(view[:count])
+            if seen is not None:
+                seen(count)
 
 
 def wanted(name: str, listing: Iterable[Entry]) -> Tuple[List[Entry], List[str]]:
@@ -852,9 +884,10 @@ def _copy(path: str, indexed: bool) -> bool:
 class _Progress:
     """Prints every few seconds: all files together, and each that is being worked on."""
 
-    def __init__(self, name: str, place: Path, entries: List[Entry]) -> None:
+    def __init__(self, name: str, place: Path, entries: List[Entry], every: float) -> None:
         self.name = name
         self.place = place
+        self.every = every
         self.entries = entries
         self.current: Dict[str, Entry] = {}
         self.last: Dict[str, int] = {}
@@ -863,12 +896,14 @@ class _Progress:
         self.thread = threading.Thread(target=self._tick, daemon=True)
 
     def __enter__(self) -> "_Progress":
-        self.thread.start()
+        if self.every:
+            self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
-        self.thread.join()
+        if self.every:
+            self.thread.join()
 
     @contextlib.contextmanager
     def active(self, entry: Entry) -> Iterator[None]:
@@ -883,24 +918,30 @@ class _Progress:
     def _tick(self) -> None:
         total = sum(entry.size for entry in self.entries)
         before = {entry.path: on_disk(self.place, entry) for entry in self.entries}
-        while not self.ended.wait(TICK_SECONDS):
+        while not self.ended.wait(self.every):
             now = {entry.path: on_disk(self.place, entry) for entry in self.entries}
-            say(_line(self.name, sum(now.values()), sum(before.values()), total))
+            say(
+                progress_line(self.name, sum(now.values()), sum(before.values()), total, self.every)
+            )
             with self.lock:
                 current = list(self.current.values())
-            for entry in current:
-                here = now[entry.path]
-                if not here and len(current) > FILES_AT_ONCE:
-                    continue  # waited for
+            # What is waited for is no news; the largest are what the end waits for.
+            moving = [e for e in current if now[e.path] > before[e.path] or now[e.path] == e.size]
+            moving.sort(key=lambda e: now[e.path] - e.size)
+            for entry in moving[:FILES_SHOWN]:
+                what, here = f"{self.name}:   {entry.path}", now[entry.path]
                 if here == entry.size:
-                    say(f"{self.name}:   {entry.path}: {tools.gib(here)} here, hashing")
+                    say(f"{what}: {tools.gib(here)} here, hashing")
                 else:
-                    say(_line(f"{self.name}:   {entry.path}", here, before[entry.path], entry.size))
+                    say(progress_line(what, here, before[entry.path], entry.size, self.every))
+            if len(moving) > FILES_SHOWN:
+                say(f"{self.name}:   and {len(moving) - FILES_SHOWN} more files")
             before = now
 
 
-def _line(what: str, here: int, before: int, total: int) -> str:
-    rate = max(0.0, (here - before) / TICK_SECONDS)
+def progress_line(what: str, here: int, before: int, total: int, every: float) -> str:
+    """Bytes, rate and time left, between two ticks."""
+    rate = max(0.0, (here - before) / every)
     left = f"{_clock((total - here) / rate)} left" if rate else "waiting"
     share = 100 * here // total if total else 100
     return f"{what}: {tools.gib(here)} of {tools.gib(total)}, {share}%, {tools.gib(rate)}/s, {left}"

@@ -8,10 +8,10 @@ from collections.abc import Generator, Sequence
 from pyinfra import host
 from pyinfra.api import StringCommand, operation
 
-from vllm_fleet import firewall, paths
+from vllm_fleet import airgap, firewall, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
-from vllm_fleet.operations.remote import Script, inline
+from vllm_fleet.operations.remote import Script, inline, installed
 from vllm_fleet.plan import HostPlan, Service
 
 # Checked on the host before a changed file stays: (paths that matter, command, what to do).
@@ -40,9 +40,16 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
     if not plan.missing_packages:
         host.noop("every package is installed")
         return
-    sources = [file for file in plan.changed_files if file.path.startswith(APT_FILES)]
+    sources = [
+        file
+        for file in plan.changed_files
+        if file.path.startswith(APT_FILES) or file.path == airgap.SOURCES
+    ]
     if sources:
         yield Script(*inline("apply.py"), order=_order(sources))
+    if plan.spec.settings.air_gapped is not None:
+        yield _from_bundle(plan.missing_packages)
+        return
     proxy = plan.spec.settings.proxy
     exports = "".join(
         f"export {name}={shlex.quote(value)}; "
@@ -57,6 +64,44 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
     # The lists are read anew only where they are too old or absent: hosts without a way out
     # would wait for a mirror that they do not need.
     yield f"{exports}{install} || {{ {APT} update && {install}; }}"
+
+
+def _from_bundle(packages: Sequence[str]) -> str:
+    """apt with the bundle as its only source, and lists of its own; the host's stay as they are.
+
+    No proxy, and no look at the date of the lists: clocks of such hosts go as they please.
+    """
+    state = airgap.APT_STATE
+    options = {
+        "Dir::Etc::SourceList": airgap.SOURCES,
+        "Dir::Etc::SourceParts": "/dev/null",
+        "Dir::State::Lists": f"{state}/lists",
+        "Dir::Cache::pkgcache": "",
+        "Dir::Cache::srcpkgcache": "",
+        "Acquire::http::Proxy": "DIRECT",
+        "Acquire::Check-Date": "false",
+        "Acquire::Languages": "none",
+    }
+    words = " ".join(f"-o {name}={shlex.quote(value)}" for name, value in options.items())
+    apt = f"{APT} {words}"
+    return (
+        f"mkdir -p {state}/lists/partial && {apt} update && "
+        f"{apt} -y --no-install-recommends install {' '.join(packages)}"
+    )
+
+
+@operation()
+def bundle(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
+    """Have the bundle for hosts without internet on its host, verified and served."""
+    if plan.bundle is None or (plan.bundle.held and not _commands(plan, plan.bundle_services)):
+        host.noop("the bundle is there and served")
+        return
+    own = {f"{paths.LIB}/{name}" for name in airgap.SCRIPTS} | {airgap.SETTINGS, airgap.UNIT_FILE}
+    if changed := [file for file in plan.changed_files if file.path in own]:
+        yield Script(*inline("apply.py"), order=_order(changed))
+    if not plan.bundle.held:
+        yield Script(*installed("bundle.py"), "take", "--settings", "-", order=plan.bundle.order)
+    yield from _commands(plan, plan.bundle_services)
 
 
 @operation()
@@ -103,7 +148,15 @@ def services(plan: HostPlan, services: tuple[Service, ...]) -> Generator[str, No
     Whether a daemon must read its files again is decided from the checksum it last read, never
     from "a file changed in this run": a run that died in between is made good by the next one.
     """
-    done = True
+    commands = _commands(plan, services)
+    if not commands:
+        host.noop("every service runs with its present files")
+    yield from commands
+
+
+def _commands(plan: HostPlan, services: Sequence[Service]) -> list[str]:
+    """What brings each daemon to its present files, one command each; none where all is well."""
+    found = []
     for service in services:
         read = plan.state.loaded.get(service.unit, "").partition(":")
         runs = plan.state.active(service.unit)
@@ -116,9 +169,7 @@ def services(plan: HostPlan, services: tuple[Service, ...]) -> Generator[str, No
             commands.append(shlex.join(service.reload))
         if not commands:
             continue
-        done = False
         stamp = f"{paths.STATE}/loaded/{service.unit}"
         commands.append(f"printf %s {service.restarts}:{service.reloads} > {stamp}")
-        yield " && ".join(commands)
-    if done:
-        host.noop("every service runs with its present files")
+        found.append(" && ".join(commands))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from vllm_fleet import paths
 
+TICK_SECONDS = 5
 SCRIPTS = resources.files("vllm_fleet.onhost")
 
 
@@ -57,12 +59,22 @@ def installed(name: str, python: str = "/usr/bin/python3") -> tuple[str, ...]:
     return python, "-u", f"{paths.LIB}/{name}"
 
 
+def progress_seconds(hosts: int) -> int:
+    """How often a script tells how far it is, so that a person can read it; 0: nobody looks.
+
+    All hosts of a run tell it side by side.
+    """
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return 0
+    return max(TICK_SECONDS, 2 * hosts)
+
+
 class Script(StringCommand):
     """A script of ours, run on a host.
 
     ``order`` goes to its standard input as JSON, so that it never stands in a process list or
-    a file. Its lines are shown as they come; ``explain`` gets all of them when it fails and
-    returns further lines for the operator.
+    a file. How often it is to tell its progress is added. Its lines are shown as they come;
+    ``explain`` gets all of them when it fails and returns further lines for the operator.
     """
 
     def __init__(
@@ -71,12 +83,17 @@ class Script(StringCommand):
         order: Any,
         explain: Callable[[list[str]], list[str]] | None = None,
     ):
-        super().__init__(*map(QuoteString, words), _stdin=json.dumps(order))
+        super().__init__(*map(QuoteString, words))
+        self.order = order
         self.explain = explain
 
     @override
     def execute(self, state: State, host: Host, connector_arguments: Any) -> Any:
         connector_arguments.update(self.connector_arguments)
+        order = self.order
+        if isinstance(order, dict):
+            order = {**order, "progress": progress_seconds(len(state.active_hosts))}
+        connector_arguments["_stdin"] = json.dumps(order)
         status, output = host.run_shell_command(
             self, print_output=True, print_input=state.print_input, **connector_arguments
         )

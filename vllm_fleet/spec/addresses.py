@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from vllm_fleet import airgap
 from vllm_fleet.spec.complaints import Complaint, SpecError
 from vllm_fleet.spec.model import Fleet, HostSpec
 
@@ -12,7 +13,8 @@ from vllm_fleet.spec.model import Fleet, HostSpec
 def resolved(fleet: Fleet) -> Fleet:
     """The fleet with an IP address for every host; gateways take no names.
 
-    Names are looked up on the operator's machine. Raises SpecError naming every host whose
+    Hosts without internet are pointed to their bundle (:mod:`vllm_fleet.airgap`). Names are looked
+    up on the operator's machine. Raises SpecError naming every host whose
     address cannot be found.
     """
     hosts: list[HostSpec] = []
@@ -28,7 +30,7 @@ def resolved(fleet: Fleet) -> Fleet:
         hosts.append(host.model_copy(update={"address": address or host.address}))
     if complaints:
         raise SpecError(complaints)
-    return fleet.model_copy(update={"hosts": tuple(hosts)})
+    return airgap.pointed(fleet.model_copy(update={"hosts": tuple(hosts)}))
 
 
 def lookup(name: str) -> str | None:

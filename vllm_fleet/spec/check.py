@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from vllm_fleet import paths
+from vllm_fleet.spec.air_gapped import check_air_gapped
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.engine_options import check_engine
 from vllm_fleet.spec.entries import check_entries
@@ -21,7 +22,7 @@ GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
 
 def check_fleet(
-    loaded: Loaded, *, locks: bool = True
+    loaded: Loaded, *, locks: bool = True, listings: bool = True
 ) -> tuple[tuple[Complaint, ...], tuple[Complaint, ...]]:
     """Complaints and warnings about everything read for one inventory."""
     found, warnings = Findings(), Findings()
@@ -38,6 +39,7 @@ def check_fleet(
     _names(found, loaded)
     check_named_files(found, loaded, locks=locks)
     check_tls(found, warnings, loaded)
+    check_air_gapped(found, loaded, listings=locks and listings)
     check_engine(found, warnings, loaded)
     if not loaded.inventory.complaints:
         _unserved(found, loaded)
@@ -115,6 +117,9 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     yield NODE_EXPORTER_PORT, "the node exporter", None
     if "gpu" in groups and settings.fanout.enabled:
         yield settings.fanout.port, "the fan-out of weights", ("fanout", "port")
+    gap = settings.air_gapped
+    if gap is not None and gap.host == host.host.name:
+        yield gap.port, "the bundle", ("air_gapped", "port")
     if "gateway" in groups:
         yield settings.gateway.listen, "the gateway", ("gateway", "listen")
         tls = settings.gateway.tls

@@ -35,10 +35,11 @@ def load_fleet(inventory_file: str) -> Fleet:
     return result.fleet
 
 
-def check_inventory(inventory_file: str, *, locks: bool = True) -> Result:
+def check_inventory(inventory_file: str, *, locks: bool = True, listings: bool = True) -> Result:
     """Like :func:`load_fleet`, with complaints and warnings as values.
 
-    ``locks``: whether the locks of releases must be there; not for the command that makes them.
+    ``locks``, ``listings``: whether the locks of releases, and what hosts without internet need
+    frozen, must be there; not for the commands that make them.
     """
     path = Path(os.path.abspath(inventory_file))
     root = path.parent.parent
@@ -49,7 +50,7 @@ def check_inventory(inventory_file: str, *, locks: bool = True) -> Result:
         text = f"is missing; settings stand beside the inventory's directory, in {root}/group_vars"
         complaints.append(Complaint("group_vars", 0, 0, "", text))
     complaints += inventory.complaints + _inventory_data(inventory)
-    found, warnings = check_fleet(loaded, locks=locks)
+    found, warnings = check_fleet(loaded, locks=locks, listings=listings)
     ordered = tuple(sorted({*complaints, *found}))
     if ordered:
         return Result(None, ordered, warnings)

@@ -300,6 +300,12 @@ class Hub(Settings):
         description="File on the operator's machine that holds Hugging Face's token.",
         examples=["secrets/huggingface.token"],
     )
+    limit_mib: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="MiB a second that each host takes from the hub at most, all files together; "
+        "null: no bound. Hosts among each other (`fanout`) are not bounded.",
+        examples=[100],
+    )
 
 
 class Fanout(Settings):
@@ -311,7 +317,23 @@ class Fanout(Settings):
         examples=[True],
     )
     port: Annotated[int, Field(ge=1024, le=65535)] = Field(
-        8997, description="Port for it on each GPU host, open for the other GPU hosts."
+        8997,
+        description="Port for it on each GPU host; with `firewall`, closed to all but GPU hosts.",
+    )
+
+
+class AirGapped(Settings):
+    """Hosts without internet: everything comes from a bundle, made by `fleet bundle`."""
+
+    bundle: PlainPath = Field(
+        description="Directory on `host` that the bundle was carried to.",
+        examples=["/srv/vllm-bundle"],
+    )
+    host: OneLine = Field(
+        description="Host of the inventory that serves it to the others.", examples=["gw-01"]
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        8996, description="Port for it on that host, answered to the fleet's addresses alone."
     )
 
 
@@ -728,6 +750,9 @@ class HostSettings(Settings):
     proxy: Proxy = Field(default_factory=Proxy, description="Outgoing proxy of the hosts.")
     hub: Hub = Field(default_factory=Hub, description="The model hub.")
     fanout: Fanout = Field(default_factory=Fanout, description="Weights from host to host.")
+    air_gapped: AirGapped | None = Field(
+        None, description="Hosts without internet: a bundle to install from; null: none."
+    )
     models: dict[Name, Model] = Field(
         default_factory=dict, description="Models by the name clients use."
     )

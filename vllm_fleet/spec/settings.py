@@ -30,6 +30,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "proxy",
             "hub",
             "fanout",
+            "air_gapped",
             "address",
             "rollout",
         ),

@@ -57,6 +57,22 @@ def test_gateways_and_monitors_reach_the_ports_and_nobody_else(tmp_path: Path) -
     ]
 
 
+def test_weights_are_shared_among_gpu_hosts_alone(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gpu="fanout: {enabled: true, port: 9001}\n")
+    plans = plan_fleet(found, states(found), Inputs())
+    text = next(f for f in plans["gpu-1"].files if f.path == firewall.FILE).content
+    assert "tcp dport 9001 tcp flags & (fin | syn | rst | ack) == syn jump sharing" in text
+    chain = rules(text[text.index("chain sharing") :])
+    assert chain[:4] == [
+        "chain sharing {",
+        'iifname "lo" accept',
+        "ip saddr { 10.0.0.1, 10.0.0.2 } accept",
+        "counter reject with tcp reset",
+    ]
+    off = plan_fleet(fleet(tmp_path, gpu="{}\n"), states(found), Inputs())["gpu-1"]
+    assert "sharing" not in next(f for f in off.files if f.path == firewall.FILE).content
+
+
 def test_further_networks_and_none_of_a_family(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, gpu='firewall_allow: ["10.0.0.0/8", "192.0.2.7"]\n')
     text = table(spec, {"gw-1": ["10.0.0.9"]})

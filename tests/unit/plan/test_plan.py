@@ -180,7 +180,7 @@ FOREIGN = {"pid": 77, "user": "bob", "command": "python train.py", "unit": None}
         ({"cards": {"present": False, "error": None, "csv": ""}}, ("no NVIDIA driver", "device")),
         (
             {"disks": {"/opt/vllm": {"free_mib": 3 * 1024, "device": 1}}},
-            ("gpu-1", "/opt/vllm", "3.0 GiB", "17 GiB"),
+            ("gpu-1", "/opt/vllm", "3.0 GiB", "17.4 GiB"),
         ),
     ],
 )
