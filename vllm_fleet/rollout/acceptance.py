@@ -34,7 +34,7 @@ class Finding:
 
 
 def judge(old: Seen | None, new: Seen, limits: Acceptance) -> list[Finding]:
-    """Every comparison that can be made. ``old``, ``new``: what onhost/probe.py found."""
+    """Every comparison that can be made. ``old``, ``new``: what onhost/acceptance.py found."""
     before = old or {}
     found = [_answered(before, new), *_ended(before, new)]
     found += _kept(before, new, "tool_called", "tool calls", "calls no tool any more")

@@ -14,7 +14,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "switch": ("ledger", "apply", "gate/before_start", "instances", "switch"),
     "care": ("ledger", "apply", "gate/before_start", "instances", "switch", "care"),
     "gateways": ("gateways",),
-    "probe": ("probe",),
+    "acceptance": ("acceptance",),
     "rehearse": ("rehearse",),
 }
 RESULT, REFUSED, JOURNAL = "result ", "refused ", "journal "

@@ -272,7 +272,7 @@ class Care:
             "answer_tokens": limits.answer_tokens,
             "seconds": limits.probe_seconds,
         }
-        return self.hosts.ask(one.host, "probe", order)
+        return self.hosts.ask(one.host, "acceptance", order)
 
     def _record(self, host: str, do: Do, result: str, why: str) -> None:
         holder = self.lock.holder

@@ -513,7 +513,7 @@ class _Move:
             "seconds": limits.probe_seconds,
         }
         with self._part("probes"):
-            return self.hosts.ask(self.host, "probe", order)
+            return self.hosts.ask(self.host, "acceptance", order)
 
     def _counts(self) -> tuple[int, int]:
         """(answered, failed) by all gateways."""

@@ -101,7 +101,7 @@ def answers() -> dict[str, dict[str, Any]]:
         "switch settle": {},
         "switch refuse": {},
         "switch journal": {"lines": ["ValueError: No available memory for the cache blocks"]},
-        "probe probe": PROBE,
+        "acceptance acceptance": PROBE,
         "rehearse rehearse": {"ok": True},
         "care halt": {"served": True},
         "care hold": {},
@@ -373,7 +373,7 @@ def test_deploy_rolls_other_settings_through_the_same_gates(operator: Operator) 
     assert done.returncode == 0, done.stderr
     assert operator.did("switch switch") == [f"{name} switch switch" for name in HOSTS]
     assert len(operator.did("gateways drain")) == 3
-    assert len(operator.did("probe probe")) == 6
+    assert len(operator.did("acceptance acceptance")) == 6
     # Not one of their files was put beside it, where a crash would have started it too early.
     # (The gateway's file tells how many requests an instance takes at once: that one changes.)
     assert {line for line in operator.did() if "other" in line} <= {f"{GATEWAY} other"}
@@ -416,7 +416,7 @@ def test_a_host_is_held_and_returned_with_the_gateway_outside_the_limit(
         "gpu-1 care unhold",
         "gpu-1 care resume",
         "gpu-1 switch watch",
-        "gpu-1 probe probe",
+        "gpu-1 acceptance acceptance",
         "gw-1 gateways undrain",
     ]
 
@@ -485,7 +485,7 @@ def test_rollback_takes_back_the_last_change_and_nothing_older(operator: Operato
         f"{name} switch {what}" for name in ("gpu-3", "gpu-1") for what in ("switch", "settle")
     ]
     assert operator.did("switch refuse") == ["gpu-3 switch refuse", "gpu-1 switch refuse"]
-    assert operator.did("probe probe", "switch stage") == []
+    assert operator.did("acceptance acceptance", "switch stage") == []
 
 
 def test_rollback_works_while_group_vars_are_refused(operator: Operator) -> None:

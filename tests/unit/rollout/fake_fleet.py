@@ -256,7 +256,7 @@ class FakeFleet:
     def switch_journal(self, host: str, order: Json) -> Json:
         return {"lines": ["engine: it broke"]}
 
-    def probe_probe(self, host: str, order: Json) -> Json:
+    def acceptance_acceptance(self, host: str, order: Json) -> Json:
         one = self._one(host, order)
         assert one.ready
         return self.probes.get(one.runs.release if one.runs else "", PROBE)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.stubs.engine import Engine
 from tests.unit.gate.stand_in import StandIn
-from vllm_fleet.onhost import probe
+from vllm_fleet.onhost import acceptance as asking
 from vllm_fleet.rollout.acceptance import (
     better,
     judge,
@@ -169,7 +169,7 @@ def asked(port: int, **changes: Any) -> dict[str, Any]:
         **changes,
     }
     done = subprocess.run(
-        [sys.executable, "-I", probe.__file__],
+        [sys.executable, "-I", asking.__file__],
         input=json.dumps(order),
         capture_output=True,
         text=True,
@@ -293,9 +293,9 @@ def test_embeddings_and_rankings_are_asked_too() -> None:
 def test_the_probe_goes_past_the_gate_with_token_and_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "RUN", str(tmp_path))
-    monkeypatch.setattr(probe, "ETC", str(tmp_path))
-    monkeypatch.setattr(probe, "STATE", str(tmp_path))
+    monkeypatch.setattr(asking, "RUN", str(tmp_path))
+    monkeypatch.setattr(asking, "ETC", str(tmp_path))
+    monkeypatch.setattr(asking, "STATE", str(tmp_path))
     (tmp_path / "a").mkdir()
     (tmp_path / "a/warmup.json").write_text('{"max_model_len": 128}')
     (tmp_path / "a/token").write_text("t0ken\n")
@@ -304,7 +304,7 @@ def test_the_probe_goes_past_the_gate_with_token_and_key(
         order = {"instance": "a", "port": server.port, "model": "m", "task": "chat"}
         order |= {"probes": 1, "answer_tokens": 99, "seconds": 9}
         monkeypatch.setattr(sys, "stdin", __import__("io").StringIO(json.dumps(order)))
-        assert probe.main() == 0
+        assert asking.main() == 0
         headers = [h for _, _, h in server.asked]
         assert {body["max_tokens"] for _, body, _ in server.asked} == {32, 16, 8}
     assert {h["x-fleet-token"] for h in headers} == {"t0ken"}

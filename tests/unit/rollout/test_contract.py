@@ -43,7 +43,7 @@ class OneHost:
             elif script == "ledger":
                 with ledger.guarded():
                     found = ledger.ACTIONS[asked["action"]](asked)
-            elif script == "probe":
+            elif script == "acceptance":
                 found = self.probes.pop(0) if self.probes else PROBE
             else:
                 found = self.gateway(asked)

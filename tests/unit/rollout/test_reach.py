@@ -43,7 +43,7 @@ def test_every_script_runs_alone_on_a_host(script: str, tmp_path: Path) -> None:
         "switch": "refused a: 'nothing' is none of stage, begin",
         "care": "refused a: 'nothing' is none of halt, resume",
         "gateways": "refused 'nothing' is none of status, drain",
-        "probe": 'result {"asked": 1, "failures": [{"name": "timed embeddings"',
+        "acceptance": 'result {"asked": 1, "failures": [{"name": "timed embeddings"',
         "rehearse": 'result {"ok": false, "why": "no command line in its start script"',
     }
     assert done.stdout.startswith(said[script])

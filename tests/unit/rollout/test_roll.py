@@ -90,11 +90,11 @@ def test_an_upgrade_in_order_through_every_gate() -> None:
         "g1 begin",
         "gw drain",
         "gw2 drain",
-        "g1 probe",
+        "g1 acceptance",
         "g1 measured",
         "g1 switch",
         "g1 watch",
-        "g1 probe",
+        "g1 acceptance",
         "gw undrain",
         "gw2 undrain",
         "gw counts",
@@ -113,11 +113,11 @@ def test_an_upgrade_in_order_through_every_gate() -> None:
 def test_the_only_one_of_a_pool_is_measured_before_its_clients_wait() -> None:
     hosts = fleet(("g1", "q", "qwen"))
     assert upgrade(hosts)
-    assert hosts.did("probe", "drain", "switch", "undrain") == [
-        "probe q",
+    assert hosts.did("acceptance", "drain", "switch", "undrain") == [
+        "acceptance q",
         "drain g1/q",
         "switch q",
-        "probe q",
+        "acceptance q",
         "undrain g1/q",
     ]
     settled(hosts)
@@ -217,7 +217,7 @@ def test_one_busy_moment_is_not_taken_for_a_slow_version() -> None:
     slow, seen = {**PROBE, "first_token_seconds": 0.9}, []
 
     def before(host: str, action: str, name: str) -> None:
-        if action == "probe":
+        if action == "acceptance":
             seen.append(host)
             hosts.probes["0.32"] = slow if len(seen) == 2 else PROBE
 
@@ -532,7 +532,7 @@ def test_a_rollback_brings_everything_back_with_no_probe_and_no_download() -> No
     assert releases(hosts) == ["0.31"] * 4
     settled(hosts)
     assert hosts.most_out["glm"] == 1
-    assert hosts.did("probe", "stage", "accept", "rehearse") == []
+    assert hosts.did("acceptance", "stage", "accept", "rehearse") == []
     assert all(one.refused[0]["why"] == "rolled back by ann" for one in hosts.instances.values())
     # Neither does a second one do anything, nor an upgrade to what was refused.
     assert takes_back(hosts)[1] == Rollout()
