@@ -9,12 +9,13 @@ of, and `gateway` for the one that speaks.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import yaml
 
-from vllm_fleet import paths
+from vllm_fleet import metrics, paths
 
 Severity = Literal["critical", "warning", "info"]
 
@@ -322,8 +323,20 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
     )
 
 
-def rules(scrape_interval_seconds: int = 15) -> str:
-    """The rule file, as Prometheus reads it."""
+def deployed_alerts(
+    scrape_interval_seconds: int, deployed: Collection[str]
+) -> tuple[Alert, ...]:
+    """Every alert, with the names of the deployed vLLM versions; none that has no series there."""
+    found = []
+    for alert in alerts(scrape_interval_seconds):
+        expr = metrics.adapted(alert.expr, deployed)
+        if expr is not None:
+            found.append(replace(alert, expr=expr))
+    return tuple(found)
+
+
+def rules(scrape_interval_seconds: int = 15, deployed: Collection[str] = ()) -> str:
+    """The rule file, as Prometheus reads it, for these versions of vLLM; none: the newest."""
     entries = [
         {
             "alert": a.name,
@@ -336,7 +349,7 @@ def rules(scrape_interval_seconds: int = 15) -> str:
                 "runbook_url": f"{RUNBOOK}#{a.anchor}",
             },
         }
-        for a in alerts(scrape_interval_seconds)
+        for a in deployed_alerts(scrape_interval_seconds, deployed or metrics.versions()[-1:])
     ]
     body = {"groups": [{"name": "vllm-fleet", "rules": entries}]}
     text = yaml.safe_dump(body, sort_keys=False, width=10_000, allow_unicode=True)

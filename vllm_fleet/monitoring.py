@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
 
 from vllm_fleet import alerts, dashboard, paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.planned import Pool
+from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import HostSpec
 
@@ -54,9 +54,8 @@ def files(
     """
     settings = spec.settings.monitoring
     values = {"mark": paths.MARK, "folder": FOLDER, "jobs": JOBS}
-    result = [
-        ManagedFile(f"{FOLDER}/rules/fleet.yml", alerts.rules(settings.scrape_interval_seconds))
-    ]
+    rules = alerts.rules(settings.scrape_interval_seconds, deployed(pools))
+    result = [ManagedFile(f"{FOLDER}/rules/fleet.yml", rules)]
     for job, groups in targets(spec, pools, gateways, hosts).items():
         text = json.dumps(groups, indent=2, ensure_ascii=False) + "\n"
         result.append(ManagedFile(f"{FOLDER}/targets/{job}.json", text))
@@ -91,7 +90,7 @@ def targets(
             pool=pool.name,
             model=one.model_name,
             release=one.release,
-            vllm_version=one.vllm_version,
+            vllm_version=running_version(one),
             cards=",".join(map(str, one.cards)) or one.device,
         )
         for pool in pools
@@ -115,6 +114,18 @@ def targets(
             )
         ],
     }
+
+
+def running_version(instance: PlannedInstance) -> str:
+    """The vLLM version of the release that an instance runs: in an upgrade not the wanted one."""
+    return re.split("[+-]", instance.release, maxsplit=1)[0] or instance.vllm_version
+
+
+def deployed(pools: Iterable[Pool]) -> tuple[str, ...]:
+    """Versions that run, and those wanted: their names are asked for in rules and dashboards."""
+    instances = [one for pool in pools for one in pool.instances]
+    found = {v for one in instances for v in (running_version(one), one.vllm_version)}
+    return tuple(sorted(found))
 
 
 def _target(where: str, **labels: str) -> dict[str, Any]:
