@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllm_fleet.alerts import DISKS
+from vllm_fleet.alerts.table import DISKS
 
 SOURCE = "vllm-fleet"  # uid of the data source
 UID = "vllm-fleet"

@@ -51,6 +51,76 @@ GATEWAY = {
     "vllm_fleet_gateway_connections": "gauge",
 }
 
+# What our own scripts on the hosts write for the node exporter, by kind.
+OWN = {
+    # gate/bootlog.py
+    "vllm_fleet_plan_weights_bytes": "gauge",
+    "vllm_fleet_plan_kv_cache_bytes": "gauge",
+    "vllm_fleet_plan_kv_cache_tokens": "gauge",
+    "vllm_fleet_plan_max_concurrency": "gauge",
+    "vllm_fleet_plan_differences": "gauge",
+    # onhost/probe.py
+    "vllm_fleet_probe_success": "gauge",
+    "vllm_fleet_probe_seconds": "gauge",
+    "vllm_fleet_probe_time_seconds": "gauge",
+    "vllm_fleet_probe_out": "gauge",
+    "vllm_fleet_probe_restarts_total": "counter",
+    # onhost/hostwatch.py
+    "vllm_fleet_hostwatch_time_seconds": "gauge",
+    "vllm_fleet_instance_info": "gauge",
+    "vllm_fleet_instance_ready": "gauge",
+    "vllm_fleet_instance_ready_time_seconds": "gauge",
+    "vllm_fleet_instance_start_seconds": "gauge",
+    "vllm_fleet_weights_verified_time_seconds": "gauge",
+    "vllm_fleet_change_until_seconds": "gauge",
+    "vllm_fleet_certificate_expires_time_seconds": "gauge",
+    "vllm_fleet_xid_total": "counter",
+    "vllm_fleet_xid_time_seconds": "gauge",
+    "vllm_fleet_card_present": "gauge",
+    "vllm_fleet_card_memory_used_bytes": "gauge",
+    "vllm_fleet_card_memory_total_bytes": "gauge",
+    "vllm_fleet_card_utilization_ratio": "gauge",
+    "vllm_fleet_card_temperature_celsius": "gauge",
+    "vllm_fleet_card_power_watts": "gauge",
+    "vllm_fleet_card_throttled": "gauge",
+    "vllm_fleet_card_ecc_uncorrected_total": "counter",
+    "vllm_fleet_card_repair_pending": "gauge",
+    "vllm_fleet_card_remap_failed": "gauge",
+    "vllm_fleet_card_nvlinks_active": "gauge",
+}
+
+# Of the node exporter 1.5, Prometheus 2.42 and Alertmanager 0.25 (Debian 12), and later: those
+# that are asked for.
+OTHERS = frozenset(
+    {
+        "up",
+        "ALERTS",
+        "process_start_time_seconds",
+        "node_cpu_seconds_total",
+        "node_filesystem_avail_bytes",
+        "node_filesystem_device_error",
+        "node_filesystem_size_bytes",
+        "node_infiniband_state_id",
+        "node_memory_MemAvailable_bytes",
+        "node_memory_MemTotal_bytes",
+        "node_network_receive_bytes_total",
+        "node_network_transmit_bytes_total",
+        "node_network_up",
+        "node_disk_read_bytes_total",
+        "node_disk_written_bytes_total",
+        "node_systemd_unit_state",
+        "node_textfile_scrape_error",
+        "node_timex_maxerror_seconds",
+        "node_timex_offset_seconds",
+        "node_timex_sync_status",
+        "node_vmstat_oom_kill",
+        "prometheus_config_last_reload_successful",
+        "prometheus_notifications_dropped_total",
+        "prometheus_rule_evaluation_failures_total",
+        "alertmanager_notifications_failed_total",
+    }
+)
+
 # A name, and the matchers that follow it where there are any.
 _SELECTOR = re.compile(r"(vllm:\w+)(\{)?")
 
@@ -72,6 +142,11 @@ def series(version: str) -> frozenset[str]:
 def gateway_series() -> frozenset[str]:
     """Names of all series that a gateway exports."""
     return _names(GATEWAY)
+
+
+def own_series() -> frozenset[str]:
+    """Names of all series that our scripts on the hosts write."""
+    return _names(OWN)
 
 
 def named(expr: str) -> frozenset[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
@@ -558,6 +559,20 @@ def moment(text: str) -> int:
     return int(found.timestamp())
 
 
+# Of vLLM's histograms from 0.18 to 0.33 (v1/metrics/loggers.py).
+FIRST_TOKEN_BOUNDS = (0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN_TOKENS_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+
+
+def _one_of(bounds: tuple[float, ...]) -> Callable[[float], float]:
+    def check(value: float) -> float:
+        if value not in bounds:
+            raise ValueError(f"must be one of {', '.join(f'{b:g}' for b in bounds)}")
+        return value
+
+    return check
+
+
 class Grafana(Settings):
     """Where Grafana's package comes from; Debian and Ubuntu have none."""
 
@@ -574,6 +589,35 @@ class Grafana(Settings):
     )
 
 
+# Only the bounds of vLLM's own histograms can be told apart in them.
+FirstTokenBound = Annotated[
+    float,
+    Field(strict=False),
+    AfterValidator(_one_of(FIRST_TOKEN_BOUNDS)),
+    Wants("one of " + ", ".join(f"{b:g}" for b in FIRST_TOKEN_BOUNDS)),
+]
+BetweenTokensBound = Annotated[
+    float,
+    Field(strict=False),
+    AfterValidator(_one_of(BETWEEN_TOKENS_BOUNDS)),
+    Wants("one of " + ", ".join(f"{b:g}" for b in BETWEEN_TOKENS_BOUNDS)),
+]
+
+
+class Objectives(Settings):
+    """What users are promised; alerts tell how fast the share that may be slower is used up."""
+
+    first_token_seconds: FirstTokenBound = Field(
+        10.0, description="Time to the first token; a bound of vLLM's histogram."
+    )
+    between_tokens_seconds: BetweenTokensBound = Field(
+        0.2, description="Time between two tokens; a bound of vLLM's histogram."
+    )
+    within_percent: Annotated[float, Field(strict=False, ge=80, lt=100)] = Field(
+        95.0, description="Share of cases that must keep to it."
+    )
+
+
 class Monitoring(Settings):
     """Prometheus and Grafana."""
 
@@ -582,6 +626,9 @@ class Monitoring(Settings):
     retention_days: Seconds = Field(15, description="How long samples are kept.")
     retention_gib: Annotated[int, Field(ge=1)] = Field(
         20, description="Disk that samples may take, in GiB."
+    )
+    objectives: Objectives = Field(
+        default_factory=Objectives, description="Targets of latency, for alerts."
     )
     grafana: Grafana | None = Field(
         None, description="Package source of Grafana; null: its files are put, no package."
