@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -36,7 +37,7 @@ DASHBOARDS = "/etc/grafana/vllm-fleet"
 
 GATEWAY_PORT = 9145
 NODE_PORT = 9100
-JOBS = ("vllm", "gateway", "node", "prometheus")
+JOBS = ("vllm", "gateway", "node", "gpu", "prometheus", "alertmanager")
 
 
 def files(
@@ -45,25 +46,42 @@ def files(
     gateways: Mapping[str, str],
     hosts: Mapping[str, str],
     *,
+    gpus: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     keep_own: bool = False,
 ) -> list[ManagedFile]:
     """Files of Prometheus on the monitoring host `spec`.
 
-    `gateways` and `hosts` map names to addresses. With `keep_own` the host's Prometheus has
+    `gateways` and `hosts` map names to addresses, `gpus` a host to its exporter of cards and
+    where it listens. With `keep_own` the host's Prometheus has
     settings of its own: no configuration and no drop-in, but what to add to them.
     """
     settings = spec.settings.monitoring
     values = {"mark": paths.MARK, "folder": FOLDER, "jobs": JOBS}
-    rules = alerts.rules(settings.scrape_interval_seconds, deployed(pools))
+    rules = alerts.rules(
+        settings.scrape_interval_seconds,
+        deployed(pools),
+        settings.objectives,
+        runbook=settings.alerting.runbook,
+    )
     result = [ManagedFile(f"{FOLDER}/rules/fleet.yml", rules)]
-    for job, groups in targets(spec, pools, gateways, hosts).items():
+    for job, groups in targets(spec, pools, gateways, hosts, gpus).items():
         text = json.dumps(groups, indent=2, ensure_ascii=False) + "\n"
         result.append(ManagedFile(f"{FOLDER}/targets/{job}.json", text))
     if keep_own:
         text = render("prometheus/scrape-only.yml.j2", **values)
         return [*result, ManagedFile(f"{FOLDER}/scrape.yml", text)]
     config = render(
-        "prometheus/vllm-fleet.yml.j2", interval=settings.scrape_interval_seconds, **values
+        "prometheus/vllm-fleet.yml.j2",
+        interval=settings.scrape_interval_seconds,
+        alertmanagers=[
+            *(
+                [address("localhost", settings.alerting.port)]
+                if settings.alerting.receivers
+                else []
+            ),
+            *settings.alerting.existing,
+        ],
+        **values,
     )
     flags = (
         f"--config.file={CONFIG}",
@@ -80,6 +98,7 @@ def targets(
     pools: tuple[Pool, ...],
     gateways: Mapping[str, str],
     hosts: Mapping[str, str],
+    gpus: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> dict[str, list[dict[str, Any]]]:
     """What is scraped, by job, in the form of Prometheus' file_sd."""
     vllm = [
@@ -96,6 +115,7 @@ def targets(
         for pool in pools
         for one in pool.instances
     ]
+    alerting = spec.settings.monitoring.alerting
     return {
         "vllm": vllm,
         "gateway": [
@@ -106,6 +126,15 @@ def targets(
             _target(address(where, NODE_PORT), host=name, instance="node")
             for name, where in hosts.items()
         ],
+        "gpu": [
+            _target(where, host=name, instance="gpu", exporter=exporter)
+            for name, (exporter, where) in gpus.items()
+        ],
+        "alertmanager": [
+            _target(address("localhost", alerting.port), host=spec.name, instance="alertmanager")
+        ]
+        if alerting.receivers
+        else [],
         "prometheus": [
             _target(
                 address("localhost", spec.settings.monitoring.listen),
@@ -144,7 +173,7 @@ def host_files(spec: HostSpec) -> list[ManagedFile]:
         f"--collector.textfile.directory={COLLECTED}/*",
         "--collector.systemd",
         # Anchored by the exporter; systemd would take a backslash for itself.
-        "--collector.systemd.unit-include=(vllm@.+|nginx|prometheus.*|nvidia-.+)[.]service",
+        "--collector.systemd.unit-include=(vllm@.+|vllm-fleet-.+|nginx|prometheus.*|nvidia-.+)[.]service",
     )
     dropin = render("prometheus/node-exporter.service.j2", mark=paths.MARK, flags=flags)
     tmpfiles = render(

@@ -61,6 +61,7 @@ def rules(
     scrape_interval_seconds: int = 15,
     deployed: Collection[str] = (),
     objectives: Objectives | None = None,
+    runbook: str = RUNBOOK,
 ) -> str:
     """The rule file, as Prometheus reads it, for these versions of vLLM; none: the newest."""
     versions = deployed or metrics.versions()[-1:]
@@ -73,7 +74,7 @@ def rules(
             "annotations": {
                 "summary": a.summary,
                 "description": a.why,
-                "runbook_url": f"{RUNBOOK}#{a.anchor}",
+                "runbook_url": f"{runbook}#{a.anchor}",
             },
         }
         for a in deployed_alerts(scrape_interval_seconds, versions, objectives)

@@ -95,8 +95,7 @@ def alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             "InterfaceDown",
-            f"node_network_up{{{NICS}}} == 0"
-            f" and max_over_time(node_network_up{{{NICS}}}[1d]) == 1",
+            f"node_network_up{{{NICS}}} == 0 and max_over_time(node_network_up{{{NICS}}}[1d]) == 1",
             "2m",
             "critical",
             "{{ $labels.host }}: network interface {{ $labels.device }} is down",
@@ -120,7 +119,8 @@ def alerts() -> tuple[Alert, ...]:
             "vllm_fleet_card_present == 0",
             "1m",
             "critical",
-            "{{ $labels.host }}: card {{ $labels.card }} of instance {{ $labels.instance }} is gone",
+            "{{ $labels.host }}: card {{ $labels.card }} of instance {{ $labels.instance }} "
+            "is gone",
             "The driver no longer lists a card that an instance was planned on: it fell off the "
             "bus (Xid 79), or its driver died. The cards after it may be renumbered.",
             "`journalctl -k | grep -E 'NVRM|fallen'`. Drain the host, reboot it; lost again: power "
@@ -197,8 +197,8 @@ def alerts() -> tuple[Alert, ...]:
             "vllm_fleet_card_nvlinks_active < max_over_time(vllm_fleet_card_nvlinks_active[1d])",
             "2m",
             "critical",
-            "{{ $labels.host }}: card {{ $labels.card }} has {{ $value }} NVLinks, fewer than today "
-            "before",
+            "{{ $labels.host }}: card {{ $labels.card }} has {{ $value }} NVLinks, fewer than "
+            "today before",
             "Collectives of its group hang or become slow.",
             "`nvidia-smi nvlink -s -i CARD`, `systemctl status nvidia-fabricmanager`, "
             "`journalctl -k | grep Xid`. Drain, then reset all cards of the host together.",
@@ -211,8 +211,8 @@ def alerts() -> tuple[Alert, ...]:
             " > 0.15",
             "15m",
             "warning",
-            "{{ $labels.host }}: memory in use differs by {{ $value | humanizePercentage }} between "
-            "the cards of instance {{ $labels.instance }}",
+            "{{ $labels.host }}: memory in use differs by {{ $value | humanizePercentage }} "
+            "between the cards of instance {{ $labels.instance }}",
             "Ranks of one group take the same. A foreign process has a part of one card, or a rank "
             "has died. Pipeline parallelism is uneven by nature, by less than this as a rule.",
             "`nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv`; "
@@ -235,8 +235,8 @@ def alerts() -> tuple[Alert, ...]:
             "{{ $labels.host }}: the certificate {{ $labels.file }} ends in "
             "{{ $value | humanizeDuration }}",
             "From then on every client refuses the gateway.",
-            "From an authority: `systemctl status certbot.timer`, `journalctl -u certbot`. Else put "
-            "a new pair where `gateway.tls` names it, and deploy.",
+            "From an authority: `systemctl status certbot.timer`, `journalctl -u certbot`. Else "
+            "put a new pair where `gateway.tls` names it, and deploy.",
         ),
         Alert(
             "CertificateExpiresSoon",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from vllm_fleet import alertmanager
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.engine_options import check_engine
 from vllm_fleet.spec.entries import check_entries
@@ -14,6 +15,7 @@ from vllm_fleet.spec.tls import ACME_PORT, check_tls
 from vllm_fleet.spec.words import nearest
 
 NODE_EXPORTER_PORT = 9100  # on every host
+NVITOP_PORT = 9146
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
 
@@ -107,6 +109,17 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     yield NODE_EXPORTER_PORT, "the node exporter", None
     if "gpu" in groups and settings.fanout.enabled:
         yield settings.fanout.port, "the fan-out of weights", ("fanout", "port")
+    if (
+        "gpu" in groups
+        and settings.device == "cuda"
+        and settings.gpu_metrics.exporter
+        in (
+            "auto",
+            "nvitop",
+        )
+    ):
+        port = settings.gpu_metrics.port or NVITOP_PORT
+        yield port, "the exporter of the cards", ("gpu_metrics", "port")
     if "gateway" in groups:
         yield settings.gateway.listen, "the gateway", ("gateway", "listen")
         tls = settings.gateway.tls
@@ -114,6 +127,11 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
             yield ACME_PORT, "the proof for the certificate", ("gateway", "tls", "acme")
     if "monitoring" in groups:
         yield settings.monitoring.listen, "Prometheus", ("monitoring", "listen")
+        alerting = settings.monitoring.alerting
+        if alerting.receivers:
+            yield alerting.port, "Alertmanager", ("monitoring", "alerting", "port")
+        if any(r.kind in alertmanager.ROBOTS for r in alerting.receivers.values()):
+            yield alertmanager.RELAY_PORT, "the converter of alerts", None
         if settings.monitoring.grafana is not None:
             yield GRAFANA_PORT, "Grafana", None
 

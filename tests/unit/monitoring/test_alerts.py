@@ -492,7 +492,9 @@ def test_rules_use_only_metrics_that_somebody_exports() -> None:
     known = metrics.gateway_series() | metrics.own_series() | metrics.OTHERS
     for alert in alerts.alerts():
         names = set(re.findall(r"[a-z_]+_[a-z_]+(?=[{\[ )]|$)", alert.expr))
-        ours = {n for n in names if n.startswith(("vllm_", "node_", "prometheus_", "alertmanager_"))}
+        ours = {
+            n for n in names if n.startswith(("vllm_", "node_", "prometheus_", "alertmanager_"))
+        }
         assert ours <= known | {"vllm_version"}, (alert.name, ours - known)
 
 
