@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +34,7 @@ TMPFILES = "/etc/tmpfiles.d/vllm-fleet-metrics.conf"
 DEBIAN_TEXTFILE = "/var/lib/prometheus/node-exporter"
 COLLECTED = f"{paths.STATE}/textfile.d"
 DASHBOARDS = "/etc/grafana/vllm-fleet"
+CARDS = "card"  # the board of cards
 
 GATEWAY_PORT = 9145
 NODE_PORT = 9100
@@ -186,9 +187,15 @@ def host_files(spec: HostSpec) -> list[ManagedFile]:
     return [ManagedFile(EXPORTER_DROPIN, dropin), ManagedFile(TMPFILES, tmpfiles)]
 
 
-def grafana_files(spec: HostSpec) -> list[ManagedFile]:
-    """Data source and dashboard, provisioned as files; the rest of Grafana is left as it is."""
+def grafana_files(
+    spec: HostSpec, pools: Iterable[Pool] = (), exporters: Collection[str] = ()
+) -> list[ManagedFile]:
+    """Data source and dashboards, provisioned as files; the rest of Grafana is left as it is.
+
+    `exporters` of cards tell what there is to show of them; without cards there is no such board.
+    """
     settings = spec.settings.monitoring
+    instances = [one for pool in pools for one in pool.instances]
     source = render(
         "grafana/datasource.yaml.j2",
         mark=paths.MARK,
@@ -197,10 +204,18 @@ def grafana_files(spec: HostSpec) -> list[ManagedFile]:
         interval=settings.scrape_interval_seconds,
     )
     provider = render("grafana/dashboards.yaml.j2", mark=paths.MARK, folder=DASHBOARDS)
+    boards = [
+        ManagedFile(
+            f"{DASHBOARDS}/{name}.json",
+            dashboard.text(name, deployed(pools), exporters, settings.alerting.runbook),
+        )
+        for name in dashboard.names()
+        if name != CARDS or any(one.device == "cuda" for one in instances)
+    ]
     return [
         ManagedFile("/etc/grafana/provisioning/datasources/vllm-fleet.yaml", source),
         ManagedFile("/etc/grafana/provisioning/dashboards/vllm-fleet.yaml", provider),
-        ManagedFile(f"{DASHBOARDS}/fleet.json", dashboard.text()),
+        *boards,
     ]
 
 

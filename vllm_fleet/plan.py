@@ -501,19 +501,17 @@ def _host_plan(
                 f"Prometheus is set up by somebody ({'; '.join(own)}): left as it is; add what "
                 f"{monitoring.FOLDER}/scrape.yml says to its configuration"
             )
+        gpus = {
+            h.name: (found.exporter, monitoring.address(h.address, watch.gpu_port(found)))
+            for h in fleet.hosts
+            if (found := watch.gpu_metrics(h)) is not None
+        }
         watched = monitoring.files(
             spec,
             pools,
             {h.name: h.address for h in fleet.group("gateway")},
             {h.name: h.address for h in fleet.hosts},
-            gpus={
-                h.name: (
-                    found.exporter,
-                    monitoring.address(h.address, watch.gpu_port(found)),
-                )
-                for h in fleet.hosts
-                if (found := watch.gpu_metrics(h)) is not None
-            },
+            gpus=gpus,
             keep_own=bool(own),
         )
         files += watched
@@ -521,7 +519,7 @@ def _host_plan(
             packages |= set(alertmanager.PACKAGES)
             files += alerting
             monitoring_services += _alertmanager_services(alerting)
-        boards = monitoring.grafana_files(spec)
+        boards = monitoring.grafana_files(spec, pools, {e for e, _ in gpus.values()})
         files += boards
         if settings.monitoring.grafana:
             packages.add("grafana")

@@ -20,7 +20,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import yaml
 
 from tests.ports import free_port
 from tests.unit.monitoring.test_files import host
@@ -63,8 +62,10 @@ def test_no_receiver_no_alertmanager() -> None:
 def test_secrets_are_in_files_that_not_everybody_reads() -> None:
     for file in files(receivers=RECEIVERS, mail=MAIL).values():
         for secret in ("s1", "s2", "s3", "s4", "s5", "SECding", "feikey"):
-            if f"={secret}" in file.content or f'"{secret}' in file.content or (
-                secret in ("s5",) and f": {secret}\n" in file.content
+            if (
+                f"={secret}" in file.content
+                or f'"{secret}' in file.content
+                or (secret in ("s5",) and f": {secret}\n" in file.content)
             ):
                 assert file.secret, file.path
                 assert file.mode & 0o007 == 0, file.path
@@ -210,7 +211,11 @@ def test_a_dead_host_is_one_message_and_a_planned_change_none(
             except OSError:
                 assert time.monotonic() < end, (tmp_path / "log").read_text()
                 time.sleep(0.2)
-        expected = {("HostDown", "gpu-01"), ("InstanceDown", "gpu-02"), ("InstanceFailed", "gpu-03")}
+        expected = {
+            ("HostDown", "gpu-01"),
+            ("InstanceDown", "gpu-02"),
+            ("InstanceFailed", "gpu-03"),
+        }
         told: set[tuple[str, str]] = set()
         while time.monotonic() < end and not expected <= told:
             time.sleep(0.2)

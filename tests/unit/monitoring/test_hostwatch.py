@@ -179,8 +179,11 @@ def test_a_planned_change_is_told_until_it_is_over(watched: Path) -> None:
 def test_the_end_of_a_certificate(watched: Path) -> None:
     pem = watched / "tls.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-        + ["-nodes", "-days", "30", "-subj", "/CN=x", "-keyout", "/dev/null", "-out", str(pem)],
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "30"),
+            *("-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=x"),
+            *("-keyout", "/dev/null", "-out", str(pem)),
+        ],
         check=True,
         capture_output=True,
     )
