@@ -19,6 +19,7 @@ from vllm_fleet import paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import Alerting, HostSpec, Receiver
+from vllm_fleet.spec.receivers import RELAY_PORT, ROBOTS, trouble
 
 PACKAGES = ("prometheus-alertmanager",)
 UNIT = "prometheus-alertmanager.service"
@@ -28,8 +29,6 @@ PACKAGED = "/etc/prometheus/alertmanager.yml"
 DEFAULTS = "/etc/default/prometheus-alertmanager"
 RELAY_UNIT = "vllm-fleet-relay.service"
 RELAY_SETTINGS = f"{paths.ETC}/relay.json"
-RELAY_PORT = 9094
-ROBOTS = ("dingtalk", "feishu", "wecom")
 
 NOBODY = "nobody"
 
@@ -53,7 +52,7 @@ INHIBITIONS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("CertificateExpires", ("CertificateExpiresSoon",), ("host", "file")),
     ("FirstTokenBudgetFast", ("FirstTokenBudgetSlow", "FirstTokenSlow"), ("pool",)),
     ("TokenGapBudgetFast", ("TokenGapBudgetSlow",), ("pool",)),
-    ("CardLost", ("NvlinkDown", "GroupMemoryUneven", "HostwatchSilent"), ("host",)),
+    ("CardGone", ("NvlinkDown", "GroupMemoryUneven", "HostwatchSilent"), ("host",)),
 )
 
 
@@ -110,25 +109,6 @@ def files(spec: HostSpec, secrets: Mapping[str, str]) -> list[ManagedFile]:
         ManagedFile(RELAY_SETTINGS, json.dumps(order, indent=1) + "\n", mode=0o600, secret=True),
         ManagedFile(f"/etc/systemd/system/{RELAY_UNIT}", unit),
     ]
-
-
-def trouble(settings: Alerting, receiver: Receiver) -> str | None:
-    """What a receiver lacks, or has too much of; None where it can work."""
-    if receiver.kind == "mail":
-        if not receiver.to:
-            return "kind mail needs `to`, the addresses"
-        if settings.mail is None:
-            return "kind mail needs `monitoring.alerting.mail`, the server that sends it"
-        if receiver.url_file:
-            return "kind mail has no url_file; take it out"
-    else:
-        if not receiver.url_file:
-            return f"kind {receiver.kind} needs `url_file`, which holds the webhook's address"
-        if receiver.to:
-            return f"kind {receiver.kind} has no `to`; take it out"
-    if receiver.secret_file and receiver.kind not in ("dingtalk", "feishu"):
-        return f"kind {receiver.kind} signs nothing; take secret_file out"
-    return None
 
 
 def own_settings(packaged: str | None) -> bool:

@@ -563,7 +563,7 @@ CARDS = Board(
                     kind="stat",
                     width=6,
                     red_from=1,
-                    alert="CardLost",
+                    alert="CardGone",
                 ),
                 Panel(
                     "Xid errors in an hour",

@@ -115,7 +115,7 @@ def alerts() -> tuple[Alert, ...]:
             "`ibstat DEVICE`, `ip link`: cable, subnet manager, switch port.",
         ),
         Alert(
-            "CardLost",
+            "CardGone",
             "vllm_fleet_card_present == 0",
             "1m",
             "critical",
@@ -267,7 +267,7 @@ def alerts() -> tuple[Alert, ...]:
             "{{ $value | humanizeDuration }}",
             "The timer of ours that reads them does not run, or nvidia-smi hangs.",
             "`systemctl status vllm-fleet-hostwatch.timer vllm-fleet-hostwatch`; a hanging "
-            "nvidia-smi means a card that hangs: see card-lost.",
+            "nvidia-smi means a card that hangs: see card-gone.",
         ),
         Alert(
             "TextfileUnreadable",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from vllm_fleet import alertmanager
+from vllm_fleet.spec import receivers
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.engine_options import check_engine
 from vllm_fleet.spec.entries import check_entries
@@ -32,6 +32,7 @@ def check_fleet(
         _cards_and_ports(found, host)
         _instances(found, host)
         _listening(found, host)
+        _watching(found, host)
     _names(found, loaded)
     check_named_files(found, loaded, locks=locks)
     check_tls(found, warnings, loaded)
@@ -100,6 +101,28 @@ def _other_ports(host: LoadedHost) -> Iterator[tuple[int, str]]:
         yield port, owner
 
 
+def _watching(found: Findings, host: LoadedHost) -> None:
+    """Receivers of alerts that can work; a probe whose times follow each other."""
+    alerting = host.settings.monitoring.alerting
+    if "monitoring" in host.host.groups:
+        for name, receiver in alerting.receivers.items():
+            if problem := receivers.trouble(alerting, receiver):
+                loc = ("monitoring", "alerting", "receivers", name)
+                found.say(At(host.sources["monitoring"], loc), problem)
+    probe = host.settings.probe
+    if "gpu" in host.host.groups and "probe" in host.sources:
+        for longer, shorter in (
+            ("wedged_seconds", "deadline_seconds"),
+            ("restart_seconds", "wedged_seconds"),
+        ):
+            if getattr(probe, longer) < getattr(probe, shorter):
+                found.say(
+                    At(host.sources["probe"], ("probe",)),
+                    f"{longer} ({getattr(probe, longer)}) must not be below {shorter} "
+                    f"({getattr(probe, shorter)})",
+                )
+
+
 def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     """Port, owner and, where a setting decides it, the setting."""
     groups, settings = host.host.groups, host.settings
@@ -130,8 +153,8 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
         alerting = settings.monitoring.alerting
         if alerting.receivers:
             yield alerting.port, "Alertmanager", ("monitoring", "alerting", "port")
-        if any(r.kind in alertmanager.ROBOTS for r in alerting.receivers.values()):
-            yield alertmanager.RELAY_PORT, "the converter of alerts", None
+        if any(r.kind in receivers.ROBOTS for r in alerting.receivers.values()):
+            yield receivers.RELAY_PORT, "the converter of alerts", None
         if settings.monitoring.grafana is not None:
             yield GRAFANA_PORT, "Grafana", None
 

@@ -25,6 +25,7 @@ from tests.ports import free_port
 from tests.unit.monitoring.test_files import host
 from vllm_fleet import alertmanager, alerts
 from vllm_fleet.onhost import relay
+from vllm_fleet.spec.receivers import ROBOTS
 
 needs_alertmanager = pytest.mark.skipif(
     not shutil.which("prometheus-alertmanager"), reason="prometheus-alertmanager is not installed"
@@ -303,7 +304,7 @@ def converter(tmp_path: Path, listener: Listener) -> Iterator[tuple[int, subproc
     url = f"http://127.0.0.1:{listener.port}/robot?token=hidden"
     settings = {
         "port": port,
-        "receivers": {k: {"kind": k, "url": url, "secret": ""} for k in alertmanager.ROBOTS},
+        "receivers": {k: {"kind": k, "url": url, "secret": ""} for k in ROBOTS},
     }
     (tmp_path / "settings").write_text(json.dumps(settings))
     process = subprocess.Popen(
