@@ -120,12 +120,12 @@ def deploy(bed: Bed, folder: Path, wheel: Path) -> None:
     }
     values["package_index"]["find_links"] = [
         *values["package_index"].get("find_links", ()),
-        "/srv/standin",
+        "/srv/standin/",
     ]
     values.pop("api_keys", None)
     values.pop("monitoring", None)
     (operator.root / "group_vars" / "probed.yml").write_text(yaml.safe_dump(values))
-    done = operator.deploy("inventory/probed.py")
+    done = operator.deploy(inventory="probed")
     assert done.returncode == 0, done.stdout
 
 

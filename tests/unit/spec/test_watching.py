@@ -19,8 +19,8 @@ monitoring:
 """
     )
     said = project.complaints()
-    assert any(":16:" in s and "receivers.ding" in s and "needs `url_file`" in s for s in said)
-    assert any(":17:" in s and "needs `monitoring.alerting.mail`" in s for s in said)
+    assert any(":15:" in s and "receivers.ding" in s and "needs `url_file`" in s for s in said)
+    assert any(":16:" in s and "needs `monitoring.alerting.mail`" in s for s in said)
     assert any('"secrets/none" does not exist' in s for s in said)
     assert len(said) == 3
     project.good(then="monitoring: {alerting: {receivers: {odd: {kind: pigeon}}}}\n")
