@@ -27,6 +27,7 @@ import time
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 RUN = "/run/vllm"
+ETC = "/etc/vllm"
 STATE = "/var/lib/vllm"
 METRICS_FILE = "vllm_fleet_host.prom"
 SMI_SECONDS = 30
@@ -100,6 +101,10 @@ def main(arguments: Sequence[str]) -> int:
     folder = os.path.join(STATE, "metrics")
     os.makedirs(folder, exist_ok=True)
     write(os.path.join(folder, METRICS_FILE), exposition(samples), 0o644)
+    if not os.path.exists(os.path.join(ETC, "probe.json")):
+        # The probe was turned off: its last words would be told for ever.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, "vllm_fleet_probe.prom"))
     return 0
 
 

@@ -46,7 +46,15 @@ def change(action: str, where: str, instances: Iterable[PlannedInstance]) -> Scr
     """The script that starts or restarts instances and explains a failure."""
     order = {
         "action": action,
-        "instances": [{"name": i.name, "seconds": i.start_seconds} for i in instances],
+        "instances": [
+            {
+                "name": i.name,
+                "seconds": i.start_seconds,
+                "drain_seconds": i.drain_seconds,
+                "pool": i.model_name,
+            }
+            for i in instances
+        ],
     }
     return Script(
         *inline("instances.py"), order=order, explain=lambda lines: explained(where, lines)

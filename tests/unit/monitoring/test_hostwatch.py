@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_fleet import metrics
-from vllm_fleet.onhost import hostwatch
+from vllm_fleet.onhost import hostwatch, instances
 
 SMI = """\
 0, GPU-a, 70000, 81559, 99, 61, 400.5, 0, [N/A], No, No, Not Active, Not Active, Not Active, Active
@@ -39,6 +39,8 @@ def entry(at: float, text: str) -> str:
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hostwatch, "STATE", str(tmp_path))
+    monkeypatch.setattr(hostwatch, "ETC", str(tmp_path / "etc"))
+    (tmp_path / "etc").mkdir()
     monkeypatch.setattr(hostwatch, "RUN", str(tmp_path / "run"))
     (tmp_path / "run" / "air-a").mkdir(parents=True)
     (tmp_path / "air-a").mkdir()
@@ -203,3 +205,36 @@ def test_a_round_writes_what_the_node_exporter_reads(watched: Path) -> None:
     for line in text.splitlines():
         assert re.fullmatch(r'# (HELP|TYPE) .+|\w+(\{(\w+="[^"]*",?)+\})? [\d.e+]+', line), line
     assert 'vllm_fleet_instance_ready{vllm_instance="air-a",pool="air"} 0' in text
+
+
+def test_a_restart_by_a_deploy_is_told_as_planned_and_ends_with_it(
+    watched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances, "STATE", str(watched))
+    one = {"name": "air-a", "seconds": 600, "drain_seconds": 60, "pool": "air"}
+
+    def told() -> dict[str, float]:
+        samples: hostwatch.Samples = {}
+        hostwatch.changes(settings(watched), samples)
+        name = "vllm_fleet_change_until_seconds"
+        return of(samples, name, "pool") if name in samples else {}
+
+    with instances.planned({"action": "restart", "instances": [one]}):
+        assert told()["air"] == pytest.approx(time.time() + 660, abs=60)
+    assert told() == {}
+    with instances.planned({"action": "start", "instances": [one]}):
+        assert told() == {}  # a first start takes nothing away
+
+
+def test_a_probe_that_was_turned_off_is_told_of_no_more(watched: Path) -> None:
+    (watched / "metrics").mkdir()
+    left = watched / "metrics" / "vllm_fleet_probe.prom"
+    left.write_text("vllm_fleet_probe_time_seconds 1\n")
+    (watched / "etc" / "probe.json").write_text("{}")
+    order = watched / "hostwatch.json"
+    order.write_text(json.dumps(settings(watched, device="cpu")))
+    assert hostwatch.main([str(order)]) == 0
+    assert left.exists()
+    (watched / "etc" / "probe.json").unlink()
+    assert hostwatch.main([str(order)]) == 0
+    assert not left.exists()
