@@ -69,7 +69,8 @@ class Pair:
         unit = f"vllm@{instance}.service"
         script = (
             f"for p in $(cat /sys/fs/cgroup$(systemctl show -P ControlGroup {unit})/cgroup.procs);"
-            f" do tr '\\0' ' ' </proc/$p/cmdline | grep -q {pattern} && echo $p; done | head -1; true"
+            f" do tr '\\0' ' ' </proc/$p/cmdline | grep -q {pattern} && echo $p; done"
+            " | head -1; true"
         )
         return int(self.host.sh(script).stdout.strip() or 0)
 
@@ -147,9 +148,13 @@ def test_a_frozen_engine_is_out_in_thirty_seconds_and_serves_again_by_itself(pai
     time.sleep(3)
     pair.host.sh(f"kill -STOP {engine}")
     try:
+
+        def again(name: str) -> int:
+            return pair.pid(name, "EngineCore")
+
         out = pair.wait(45, lambda: not pair.ready("a"))
         killed = pair.wait(90, lambda: pair.metric("vllm_fleet_probe_restarts_total", "a") == 1)
-        back = pair.wait(120, lambda: pair.ready("a") and pair.pid("a", "EngineCore") not in (0, engine))
+        back = pair.wait(120, lambda: pair.ready("a") and again("a") not in (0, engine))
         time.sleep(3)
     finally:
         over.set()
@@ -175,9 +180,9 @@ def test_a_saturated_engine_is_not_taken_for_a_frozen_one(pair: Pair) -> None:
     pair.wait(60, lambda: pair.metric("vllm_fleet_probe_success", "b") == 1)
     before = pair.metric("vllm_fleet_probe_restarts_total", "b")
     token = pair.host.sh("cat /run/vllm/b/token").stdout.strip()
-    body = json.dumps({"model": "glm-4-tiny", "max_tokens": 3500, "messages": []})
+    body = json.dumps({"model": "glm-4-tiny", "max_tokens": 1900, "messages": []})
     command = (
-        f"for i in 1 2 3 4 5 6 7 8; do curl -s -m 80 -o /dev/null -H 'X-Fleet-Token: {token}' "
+        f"for i in $(seq 20); do curl -s -m 80 -o /dev/null -H 'X-Fleet-Token: {token}' "
         f"-H 'Content-Type: application/json' -d '{body}' "
         "http://127.0.0.1:8002/v1/chat/completions & done; wait"
     )

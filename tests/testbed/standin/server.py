@@ -82,6 +82,7 @@ class App:
         self.prompt = self.generated = self.finished = 0
         self.first_answer = 0.0
         self.engine = 0  # pid
+        self.shown = ""
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -132,6 +133,13 @@ class App:
             await reply(send, 404, error(404, "NotFoundError", "Not Found"))
 
     def metrics(self) -> str:
+        """As vLLM's: what the engine last reported, so that a hung one changes nothing."""
+        if not stopped(self.engine) or not self.shown:
+            self.shown = self.report()
+        return self.shown
+
+    def report(self) -> str:
+        """What the engine counts now."""
         known = {
             "vllm:num_requests_running": self.running,
             "vllm:prompt_tokens_total": self.prompt,
