@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -E)
 CODE := vllm_fleet tests tools docs/pictures $(wildcard deploy.py upgrade.py rollback.py maintain.py config.py inventory)
 TEST_PACKAGES := nginx-light libnginx-mod-http-lua lua-cjson luajit2 lua-check openssl curl \
-  prometheus keepalived chromium
+  prometheus prometheus-alertmanager keepalived chromium
 MYPY := -p vllm_fleet -p tests.testbed
 
 .PHONY: help

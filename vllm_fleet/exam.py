@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, TypeVar
 
-from vllm_fleet import engine_data, paths
+from vllm_fleet import alertmanager, engine_data, paths
 from vllm_fleet.cards import (
     Card,
     CardsError,
@@ -197,6 +197,9 @@ def _ports(spec: HostSpec, state: HostState) -> Iterator[Verdict]:
             wanted[ACME_PORT] = ("the proof for the gateway's certificate", NGINX)
     if "monitoring" in spec.groups:
         wanted[spec.settings.monitoring.listen] = ("Prometheus", PROMETHEUS)
+        if spec.settings.monitoring.alerting.receivers:
+            port = spec.settings.monitoring.alerting.port
+            wanted[port] = ("Alertmanager", alertmanager.UNIT)
     for port, (what, unit) in sorted(wanted.items()):
         holder = state.listening.get(str(port))
         if holder and holder.get("unit") != unit and not is_ours(holder):

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from vllm_fleet import alerts, dashboard, paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.planned import Pool
+from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import HostSpec
 
@@ -33,10 +34,11 @@ TMPFILES = "/etc/tmpfiles.d/vllm-fleet-metrics.conf"
 DEBIAN_TEXTFILE = "/var/lib/prometheus/node-exporter"
 COLLECTED = f"{paths.STATE}/textfile.d"
 DASHBOARDS = "/etc/grafana/vllm-fleet"
+CARDS = "card"  # the board of cards
 
 GATEWAY_PORT = 9145
 NODE_PORT = 9100
-JOBS = ("vllm", "gateway", "node", "prometheus")
+JOBS = ("vllm", "gateway", "node", "gpu", "prometheus", "alertmanager")
 
 
 def files(
@@ -45,26 +47,42 @@ def files(
     gateways: Mapping[str, str],
     hosts: Mapping[str, str],
     *,
+    gpus: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     keep_own: bool = False,
 ) -> list[ManagedFile]:
     """Files of Prometheus on the monitoring host `spec`.
 
-    `gateways` and `hosts` map names to addresses. With `keep_own` the host's Prometheus has
+    `gateways` and `hosts` map names to addresses, `gpus` a host to its exporter of cards and
+    where it listens. With `keep_own` the host's Prometheus has
     settings of its own: no configuration and no drop-in, but what to add to them.
     """
     settings = spec.settings.monitoring
     values = {"mark": paths.MARK, "folder": FOLDER, "jobs": JOBS}
-    result = [
-        ManagedFile(f"{FOLDER}/rules/fleet.yml", alerts.rules(settings.scrape_interval_seconds))
-    ]
-    for job, groups in targets(spec, pools, gateways, hosts).items():
+    rules = alerts.rules(
+        settings.scrape_interval_seconds,
+        deployed(pools),
+        settings.objectives,
+        runbook=settings.alerting.runbook,
+    )
+    result = [ManagedFile(f"{FOLDER}/rules/fleet.yml", rules)]
+    for job, groups in targets(spec, pools, gateways, hosts, gpus).items():
         text = json.dumps(groups, indent=2, ensure_ascii=False) + "\n"
         result.append(ManagedFile(f"{FOLDER}/targets/{job}.json", text))
     if keep_own:
         text = render("prometheus/scrape-only.yml.j2", **values)
         return [*result, ManagedFile(f"{FOLDER}/scrape.yml", text)]
     config = render(
-        "prometheus/vllm-fleet.yml.j2", interval=settings.scrape_interval_seconds, **values
+        "prometheus/vllm-fleet.yml.j2",
+        interval=settings.scrape_interval_seconds,
+        alertmanagers=[
+            *(
+                [address("localhost", settings.alerting.port)]
+                if settings.alerting.receivers
+                else []
+            ),
+            *settings.alerting.existing,
+        ],
+        **values,
     )
     flags = (
         f"--config.file={CONFIG}",
@@ -81,6 +99,7 @@ def targets(
     pools: tuple[Pool, ...],
     gateways: Mapping[str, str],
     hosts: Mapping[str, str],
+    gpus: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> dict[str, list[dict[str, Any]]]:
     """What is scraped, by job, in the form of Prometheus' file_sd."""
     vllm = [
@@ -91,12 +110,13 @@ def targets(
             pool=pool.name,
             model=one.model_name,
             release=one.release,
-            vllm_version=one.vllm_version,
+            vllm_version=running_version(one),
             cards=",".join(map(str, one.cards)) or one.device,
         )
         for pool in pools
         for one in pool.instances
     ]
+    alerting = spec.settings.monitoring.alerting
     return {
         "vllm": vllm,
         "gateway": [
@@ -107,6 +127,15 @@ def targets(
             _target(address(where, NODE_PORT), host=name, instance="node")
             for name, where in hosts.items()
         ],
+        "gpu": [
+            _target(where, host=name, instance="gpu", exporter=exporter)
+            for name, (exporter, where) in gpus.items()
+        ],
+        "alertmanager": [
+            _target(address("localhost", alerting.port), host=spec.name, instance="alertmanager")
+        ]
+        if alerting.receivers
+        else [],
         "prometheus": [
             _target(
                 address("localhost", spec.settings.monitoring.listen),
@@ -115,6 +144,18 @@ def targets(
             )
         ],
     }
+
+
+def running_version(instance: PlannedInstance) -> str:
+    """The vLLM version of the release that an instance runs: in an upgrade not the wanted one."""
+    return re.split("[+-]", instance.release, maxsplit=1)[0] or instance.vllm_version
+
+
+def deployed(pools: Iterable[Pool]) -> tuple[str, ...]:
+    """Versions that run, and those wanted: their names are asked for in rules and dashboards."""
+    instances = [one for pool in pools for one in pool.instances]
+    found = {v for one in instances for v in (running_version(one), one.vllm_version)}
+    return tuple(sorted(found))
 
 
 def _target(where: str, **labels: str) -> dict[str, Any]:
@@ -133,7 +174,7 @@ def host_files(spec: HostSpec) -> list[ManagedFile]:
         f"--collector.textfile.directory={COLLECTED}/*",
         "--collector.systemd",
         # Anchored by the exporter; systemd would take a backslash for itself.
-        "--collector.systemd.unit-include=(vllm@.+|nginx|prometheus.*|nvidia-.+)[.]service",
+        "--collector.systemd.unit-include=(vllm@.+|vllm-fleet-.+|nginx|prometheus.*|nvidia-.+)[.]service",
     )
     dropin = render("prometheus/node-exporter.service.j2", mark=paths.MARK, flags=flags)
     tmpfiles = render(
@@ -146,9 +187,15 @@ def host_files(spec: HostSpec) -> list[ManagedFile]:
     return [ManagedFile(EXPORTER_DROPIN, dropin), ManagedFile(TMPFILES, tmpfiles)]
 
 
-def grafana_files(spec: HostSpec) -> list[ManagedFile]:
-    """Data source and dashboard, provisioned as files; the rest of Grafana is left as it is."""
+def grafana_files(
+    spec: HostSpec, pools: Iterable[Pool] = (), exporters: Collection[str] = ()
+) -> list[ManagedFile]:
+    """Data source and dashboards, provisioned as files; the rest of Grafana is left as it is.
+
+    `exporters` of cards tell what there is to show of them; without cards there is no such board.
+    """
     settings = spec.settings.monitoring
+    instances = [one for pool in pools for one in pool.instances]
     source = render(
         "grafana/datasource.yaml.j2",
         mark=paths.MARK,
@@ -157,10 +204,18 @@ def grafana_files(spec: HostSpec) -> list[ManagedFile]:
         interval=settings.scrape_interval_seconds,
     )
     provider = render("grafana/dashboards.yaml.j2", mark=paths.MARK, folder=DASHBOARDS)
+    boards = [
+        ManagedFile(
+            f"{DASHBOARDS}/{name}.json",
+            dashboard.text(name, deployed(pools), exporters, settings.alerting.runbook),
+        )
+        for name in dashboard.names()
+        if name != CARDS or any(one.device == "cuda" for one in instances)
+    ]
     return [
         ManagedFile("/etc/grafana/provisioning/datasources/vllm-fleet.yaml", source),
         ManagedFile("/etc/grafana/provisioning/dashboards/vllm-fleet.yaml", provider),
-        ManagedFile(f"{DASHBOARDS}/fleet.json", dashboard.text()),
+        *boards,
     ]
 
 

@@ -16,6 +16,7 @@ from importlib import resources
 
 from vllm_fleet import (
     airgap,
+    alertmanager,
     engine_data,
     exam,
     fanout,
@@ -28,6 +29,7 @@ from vllm_fleet import (
     pruning,
     release,
     room,
+    watch,
     weights,
 )
 from vllm_fleet import instance as vllm
@@ -269,6 +271,7 @@ def asked() -> str:
                     *GATEWAY_PACKAGES,
                     *keepalived.PACKAGES,
                     *MONITORING_PACKAGES,
+                    *alertmanager.PACKAGES,
                     *firewall.PACKAGES,
                     *gateway.ACME_PACKAGES,
                     *exam.PACKAGES,
@@ -281,9 +284,15 @@ def asked() -> str:
                 *exam.UNITS,
                 airgap.UNIT,
                 *(firewall.UNIT, FIREWALL_GUARD, TLS_PATH, gateway.ACME_TIMER),
+                *(alertmanager.UNIT, alertmanager.RELAY_UNIT),
+                *(f"{watch.PROBE}.timer", f"{watch.HOSTWATCH}.timer"),
+                f"{watch.GPU_EXPORTER}.service",
             ],
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
-            "texts": [PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE],
+            "texts": [
+                *(PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE),
+                *(alertmanager.PACKAGED, alertmanager.DEFAULTS),
+            ],
         }
     )
 
@@ -573,6 +582,19 @@ def _host_plan(
         exporter = _exporter(spec, state)
         files += exporter
         monitoring_services.append(_service(NODE_EXPORTER, restarts=exporter))
+        watching = watch.host_files(spec, instances)
+        files += watching
+        monitoring_services.append(_timer(watch.HOSTWATCH, watching))
+        if exporter := watch.exporter_files(spec, [h.address for h in monitors]):
+            files += exporter
+            monitoring_services.append(_service(f"{watch.GPU_EXPORTER}.service", restarts=exporter))
+    if probing := watch.probe_files(
+        spec,
+        instances,
+        [monitoring.address(h.address, monitoring.GATEWAY_PORT) for h in fleet.group("gateway")],
+    ):
+        files += probing
+        monitoring_services.append(_timer(watch.PROBE, probing))
     if "gateway" in spec.groups:
         packages |= set(GATEWAY_PACKAGES)
         routed = gateway.files(
@@ -580,7 +602,12 @@ def _host_plan(
             pools,
             addresses={h.name: h.address for h in fleet.hosts},
             keys=inputs.gateway_keys(spec),
-            monitors=tuple(h.address for h in monitors),
+            # Probes ask it who else is ready before they take an instance out.
+            monitors=tuple(
+                h.address
+                for h in fleet.hosts
+                if h in monitors or ("gpu" in h.groups and h.settings.probe.enabled)
+            ),
             tls=inputs.certificate(spec),
         )
         files += routed
@@ -625,15 +652,25 @@ def _host_plan(
                 f"Prometheus is set up by somebody ({'; '.join(own)}): left as it is; add what "
                 f"{monitoring.FOLDER}/scrape.yml says to its configuration"
             )
+        gpus = {
+            h.name: (found.exporter, monitoring.address(h.address, watch.gpu_port(found)))
+            for h in fleet.hosts
+            if (found := watch.gpu_metrics(h)) is not None
+        }
         watched = monitoring.files(
             spec,
             pools,
             {h.name: h.address for h in fleet.group("gateway")},
             {h.name: h.address for h in fleet.hosts},
+            gpus=gpus,
             keep_own=bool(own),
         )
         files += watched
-        boards = monitoring.grafana_files(spec)
+        if alerting := _alertmanager(spec, state, inputs, notices):
+            packages |= set(alertmanager.PACKAGES)
+            files += alerting
+            monitoring_services += _alertmanager_services(alerting)
+        boards = monitoring.grafana_files(spec, pools, {e for e, _ in gpus.values()})
         files += boards
         if settings.monitoring.grafana:
             packages.add("grafana")
@@ -698,6 +735,46 @@ def _exporter(spec: HostSpec, state: HostState) -> list[ManagedFile]:
                 "node exporter refuses a flag given twice: take it out there"
             )
     return files
+
+
+def _alertmanager(
+    spec: HostSpec, state: HostState, inputs: Inputs, notices: list[str]
+) -> list[ManagedFile]:
+    """Files of Alertmanager; none, and a notice, where somebody has set it up."""
+    found = alertmanager.files(spec, inputs.alerting)
+    if found and alertmanager.own_settings(state.texts.get(alertmanager.PACKAGED)):
+        notices.append(
+            f"Alertmanager is set up by somebody ({alertmanager.PACKAGED} was edited): left as it "
+            "is; put the receivers there, and name it in monitoring.alerting.existing instead"
+        )
+        return []
+    for flag in monitoring.given_flags(state.texts.get(alertmanager.DEFAULTS)):
+        if found and f"--{flag}=" in found[1].content:
+            raise ValueError(
+                f"{spec.name}: {alertmanager.DEFAULTS}: ARGS: --{flag} is given by us too: take it "
+                "out there"
+            )
+    return found
+
+
+def _alertmanager_services(files: Sequence[ManagedFile]) -> list[Service]:
+    relay = [f for f in files if f.path.endswith(("relay.py", "relay.json", "relay.service"))]
+    return [
+        *([_service(alertmanager.RELAY_UNIT, restarts=relay)] if relay else []),
+        _service(
+            alertmanager.UNIT,
+            restarts=[f for f in files if f.path == alertmanager.DROPIN],
+            reloads=[f for f in files if f.path == alertmanager.CONFIG],
+            reload=("systemctl", "reload", alertmanager.UNIT),
+        ),
+    ]
+
+
+def _timer(unit: str, files: Sequence[ManagedFile]) -> Service:
+    """A timer; scripts and settings are read anew at each round."""
+    return _service(
+        f"{unit}.timer", restarts=[f for f in files if f.path.startswith("/etc/systemd/")]
+    )
 
 
 def _grafana_source(settings: Grafana, inputs: Inputs) -> list[ManagedFile]:

@@ -102,7 +102,7 @@ def _download(lock: Path, folder: Path, python: tuple[int, int]) -> None:
             argv += ["--abi", abi]
         machine = os.uname().machine
         # glibc of Debian 12 and Ubuntu 22.04 is 2.35 or newer; pip wants every tag named
-        for minor in range(35, 16, -1):
+        for minor in range(35, 4, -1):
             argv += ["--platform", f"manylinux_2_{minor}_{machine}"]
         argv += ["--platform", f"manylinux2014_{machine}", "--platform", f"linux_{machine}"]
     try:

@@ -211,6 +211,8 @@ def test_every_shown_setting_is_taken(
             ("gateway.pem", made.pem),
             ("gateway.key", made.key_pem()),
             ("vrrp.password", "x\n"),
+            ("dingtalk.url", "https://robot.example.org/send?access_token=x\n"),
+            ("dingtalk.secret", "x\n"),
         ):
             (root / "secrets" / name).write_text(text)
         example = (root / "group_vars/prod.yml").read_text()

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 def clean(run: str) -> None:
     """Nothing of an earlier start may speak for this one."""
     for name in os.listdir(run):
-        if name in ("ready", "token") or name.startswith("in-flight."):
+        if name in ("ready", "wedged", "token") or name.startswith("in-flight."):
             os.unlink(os.path.join(run, name))
 
 

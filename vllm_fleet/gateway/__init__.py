@@ -371,6 +371,11 @@ def _addresses(spec: HostSpec, port: int) -> list[str]:
     return [str(port)] + ([f"[::]:{port}"] if ":" in spec.address else [])
 
 
+def certificate_file(tls: Tls) -> str:
+    """The chain that nginx shows to clients, on the gateway."""
+    return _certificate(tls)[0]
+
+
 def _certificate(tls: Tls) -> tuple[str, str]:
     """Where nginx finds chain and key."""
     if tls.host_certificate and tls.host_key:

@@ -4,7 +4,7 @@ Runs as root with the host's own Python, standard library and our other scripts 
 JSON object from standard input and prints ``result`` and a JSON object as its last line, or
 ``refused`` and why. No version changes here; see switch.py.
 
-    halt      {"instance"}              stopped, whatever it runs stays in place
+    halt      {"instance", "pool", "seconds"}   stopped, whatever it runs stays in place
     resume    {"instance", "seconds"}   started with what is in place, until it is ready
     hold      {"held": {who, ...}}      deploy.py and upgrade.py leave this host alone from now on
     unhold    {}                        no more
@@ -50,6 +50,7 @@ def halt(order: Json) -> Json:
     if ledger.read_record(name)["step"] is not None:
         raise Refused("a change of its version was cut off: run upgrade.py, or rollback.py, first")
     now = switch.running(name)
+    ledger.plan_change(name, order["pool"], float(order["seconds"]))
     if now["state"] not in ("inactive", "failed"):
         switch.stop(name)
     return {"served": now["active"] and now["ready"]}
@@ -70,6 +71,7 @@ def resume(order: Json) -> Json:
         if start.outcome:
             instances.systemctl("stop", start.unit)
             return {"ok": False, "why": start.outcome, "since": began}
+    ledger.end_change(name)
     now = switch.running(name)
     goods = ledger.read_record(name)["goods"]
     good = next((one for one in goods if one["checksum"] == now["checksum"]), None)

@@ -220,6 +220,25 @@ def write_record(name: str, record: Json) -> None:
     write(record_path(name), json.dumps(record))
 
 
+def plan_change(name: str, pool: str, seconds: float) -> None:
+    """Say until when a pool is being changed on purpose: onhost/hostwatch.py tells Prometheus,
+    so that no alert is sent for what that makes look broken. It ends by itself."""
+    change = {"pool": pool, "until": int(time.time() + seconds)}
+    os.makedirs(os.path.join(STATE, "changes"), exist_ok=True)
+    write(change_path(name), json.dumps(change), 0o644)
+
+
+def end_change(name: str) -> None:
+    """Say that it is over."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(change_path(name))
+
+
+def change_path(name: str) -> str:
+    """The file of the change that an instance is in."""
+    return os.path.join(STATE, "changes", name + ".json")
+
+
 def forget(order: Json) -> Json:
     """Let refused versions of a release come back."""
     cleared = []

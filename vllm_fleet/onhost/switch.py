@@ -6,7 +6,7 @@ its last line, or ``refused`` and why. A version is a release with the files tha
 ``{"release", "checksum", "files": [{"path", "content", "mode", "owner", "group"}]}``.
 
     stage     {"pool", "next": version}       written down beside what serves
-    begin     {"run", "drained", "to", "back"}    what serves now is remembered as good
+    begin     {"run", "pool", "drained", "to", "back", "seconds"}  what serves now is remembered
     measured  {"probe"}                       what it was measured with, while it runs
     switch    {"to": checksum, "seconds"}     stop, room, files, start, until it is ready
     watch     {"seconds"}                     whether it stays ready that long
@@ -174,6 +174,7 @@ def begin(order: Json) -> Json:
         }
     record["step"] = {**step, "run": order["run"]}
     ledger.write_record(name, record)
+    ledger.plan_change(name, order["pool"], float(order["seconds"]))
     return {
         "now": now,
         "step": record["step"],
@@ -462,6 +463,7 @@ def accept(order: Json) -> Json:
     others = [one for one in record["goods"] if one["checksum"] != good["checksum"]]
     record.update(goods=[good, *others], next=None, step=None)
     ledger.write_record(name, record)
+    ledger.end_change(name)
     return {"good": short(good)}
 
 
@@ -488,6 +490,7 @@ def settle(order: Json) -> Json:
     others = [one for one in goods if one["checksum"] != now["checksum"]]
     record.update(goods=runs + others, next=None, step=None)
     ledger.write_record(name, record)
+    ledger.end_change(name)
     return {"runs": short(runs[0]) if runs else None}
 
 

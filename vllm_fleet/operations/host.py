@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from pyinfra import host
 from pyinfra.api import StringCommand, operation
 
-from vllm_fleet import airgap, firewall, paths
+from vllm_fleet import airgap, alertmanager, firewall, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
 from vllm_fleet.operations.remote import Script, inline, installed
@@ -20,6 +20,11 @@ CHECKS = (
     (
         ("/etc/prometheus/vllm-fleet",),
         ("promtool", "check", "config", "/etc/prometheus/vllm-fleet.yml"),
+        "",
+    ),
+    (
+        (alertmanager.CONFIG,),
+        ("amtool", "check-config", alertmanager.CONFIG),
         "",
     ),
     (

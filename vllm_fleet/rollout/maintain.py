@@ -113,7 +113,13 @@ class Care:
         except Failed as error:
             raise _Untouched(str(error)) from None
         for number, one in enumerate(members):
-            order = {"action": "halt", "instance": one.name, "seconds": one.drain_seconds}
+            seconds = one.drain_seconds + REBOOT_SECONDS + one.start_seconds
+            order = {
+                "action": "halt",
+                "instance": one.name,
+                "pool": one.pool,
+                "seconds": seconds,  # until when it may be away, for those who watch
+            }
             try:
                 self.hosts.ask(host, "care", order)
             except Failed as error:

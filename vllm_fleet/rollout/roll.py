@@ -256,6 +256,8 @@ class _Move:
         self.begun = self._ask(
             "begin",
             run=self.roll.lock.holder.run,
+            pool=self.target.standing.pool,
+            seconds=self._left(),
             drained=drained,
             to={"release": to.release, "checksum": to.checksum},
             back=self.roll.back,

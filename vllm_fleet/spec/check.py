@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from vllm_fleet import paths
+from vllm_fleet.spec import receivers
 from vllm_fleet.spec.air_gapped import check_air_gapped
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.engine_options import check_engine
@@ -18,6 +19,7 @@ from vllm_fleet.spec.words import nearest
 
 NODE_EXPORTER_PORT = 9100  # on every host
 TAKEN = frozenset({"loaded", "manifest.json", "metrics", "weights"})  # in paths.STATE
+NVITOP_PORT = 9146
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
 
@@ -35,6 +37,7 @@ def check_fleet(
         _instances(found, host)
         _listening(found, host)
         _deadlines(found, host)
+        _watching(found, host)
     _one_rollout(found, loaded)
     _names(found, loaded)
     check_named_files(found, loaded, locks=locks)
@@ -108,6 +111,28 @@ def _other_ports(host: LoadedHost) -> Iterator[tuple[int, str]]:
         yield port, owner
 
 
+def _watching(found: Findings, host: LoadedHost) -> None:
+    """Receivers of alerts that can work; a probe whose times follow each other."""
+    alerting = host.settings.monitoring.alerting
+    if "monitoring" in host.host.groups:
+        for name, receiver in alerting.receivers.items():
+            if problem := receivers.trouble(alerting, receiver):
+                loc = ("monitoring", "alerting", "receivers", name)
+                found.say(At(host.sources["monitoring"], loc), problem)
+    probe = host.settings.probe
+    if "gpu" in host.host.groups and "probe" in host.sources:
+        for longer, shorter in (
+            ("wedged_seconds", "deadline_seconds"),
+            ("restart_seconds", "wedged_seconds"),
+        ):
+            if getattr(probe, longer) < getattr(probe, shorter):
+                found.say(
+                    At(host.sources["probe"], ("probe",)),
+                    f"{longer} ({getattr(probe, longer)}) must not be below {shorter} "
+                    f"({getattr(probe, shorter)})",
+                )
+
+
 def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     """Port, owner and, where a setting decides it, the setting."""
     groups, settings = host.host.groups, host.settings
@@ -120,6 +145,17 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
     gap = settings.air_gapped
     if gap is not None and gap.host == host.host.name:
         yield gap.port, "the bundle", ("air_gapped", "port")
+    if (
+        "gpu" in groups
+        and settings.device == "cuda"
+        and settings.gpu_metrics.exporter
+        in (
+            "auto",
+            "nvitop",
+        )
+    ):
+        port = settings.gpu_metrics.port or NVITOP_PORT
+        yield port, "the exporter of the cards", ("gpu_metrics", "port")
     if "gateway" in groups:
         yield settings.gateway.listen, "the gateway", ("gateway", "listen")
         tls = settings.gateway.tls
@@ -127,6 +163,11 @@ def _listeners(host: LoadedHost) -> Iterator[tuple[int, str, Loc | None]]:
             yield ACME_PORT, "the proof for the certificate", ("gateway", "tls", "acme")
     if "monitoring" in groups:
         yield settings.monitoring.listen, "Prometheus", ("monitoring", "listen")
+        alerting = settings.monitoring.alerting
+        if alerting.receivers:
+            yield alerting.port, "Alertmanager", ("monitoring", "alerting", "port")
+        if any(r.kind in receivers.ROBOTS for r in alerting.receivers.values()):
+            yield receivers.RELAY_PORT, "the converter of alerts", None
         if settings.monitoring.grafana is not None:
             yield GRAFANA_PORT, "Grafana", None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from vllm_fleet.listings import Listing
 from vllm_fleet.placement import Placement, read_placement
 from vllm_fleet.spec.complaints import Complaint, SpecError
 from vllm_fleet.spec.keys_file import read_keys
-from vllm_fleet.spec.model import ApiKey, Fleet, HostSpec, Instance, Model
+from vllm_fleet.spec.model import Alerting, ApiKey, Fleet, HostSpec, Instance, Model
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Inputs:
     tls: dict[str, str] = field(default_factory=dict)
     vrrp: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
+    alerting: dict[str, str] = field(default_factory=dict)  # secrets of receivers
     apt_keys: dict[str, str] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by config_path
@@ -60,6 +62,16 @@ class Inputs:
         if tls and tls.certificate and tls.key:
             return self.tls[tls.certificate], self.tls[tls.key]
         return None
+
+
+def alerting_files(settings: Alerting) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The files that receivers of alerts name, each with the setting below `alerting`."""
+    for name, receiver in settings.receivers.items():
+        for key in ("url_file", "secret_file"):
+            if path := getattr(receiver, key):
+                yield ("receivers", name, key), path
+    if settings.mail and settings.mail.password_file:
+        yield ("mail", "password_file"), settings.mail.password_file
 
 
 def lock_path(path: str, version: str) -> str:
@@ -126,6 +138,8 @@ def read_inputs(fleet: Fleet) -> Inputs:
         grafana = spec.settings.monitoring.grafana
         if grafana and grafana.key_file:
             inputs.apt_keys[grafana.key_file] = _armoured(root, grafana.key_file)
+        for _, name in alerting_files(spec.settings.monitoring.alerting):
+            inputs.alerting[name] = (root / name).read_text(encoding="utf-8")
     for spec in fleet.group("gateway"):
         if keys := spec.settings.api_keys:
             read = read_keys(root / keys.file, keys.file)

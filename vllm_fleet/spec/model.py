@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
@@ -391,6 +392,45 @@ class Tls(Settings):
     acme: Acme | None = Field(None, description="Fetched and renewed by certbot.")
 
 
+class GpuMetrics(Settings):
+    """Who exports the metrics of the cards."""
+
+    exporter: Literal["auto", "nvitop", "dcgm", "amd", "none"] = Field(
+        "auto",
+        description="auto: nvitop-exporter on NVIDIA hosts, set up here. dcgm and amd: an exporter "
+        "of theirs that runs already, and is only read.",
+    )
+    port: Port | None = Field(
+        None, description="Its port; null: 9146 (nvitop), 9400 (dcgm), 5000 (amd)."
+    )
+
+
+class Probe(Settings):
+    """Every instance is asked for one token, again and again; a wedged one is restarted.
+
+    vLLM's /health is 200 with a hung engine.
+    """
+
+    enabled: bool = Field(True, description="Whether instances are probed at all.")
+    interval_seconds: Seconds = Field(5, description="Between one round and the next.")
+    deadline_seconds: Seconds = Field(10, description="How long an answer may take.")
+    wedged_seconds: Seconds = Field(
+        20,
+        description="Unanswered, and no token came out and nothing else moved for so long: the "
+        "instance is taken out of rotation. It is put back when it answers.",
+    )
+    restart_seconds: Seconds = Field(
+        60, description="Wedged for so long: stacks are saved, and it is restarted undrained."
+    )
+    restart: bool = Field(True, description="Whether wedged instances are restarted.")
+    restarts_per_hour: Seconds = Field(2, description="At most, of one instance.")
+    restart_last: bool = Field(
+        False,
+        description="Also take out and restart the last ready instance of a pool, as of a pool "
+        "that has only one.",
+    )
+
+
 class Keepalived(Settings):
     """One address for all gateways, held by the first in the inventory that answers."""
 
@@ -586,6 +626,20 @@ def moment(text: str) -> int:
     return int(found.timestamp())
 
 
+# Of vLLM's histograms from 0.18 to 0.33 (v1/metrics/loggers.py).
+FIRST_TOKEN_BOUNDS = (0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN_TOKENS_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+
+
+def _one_of(bounds: tuple[float, ...]) -> Callable[[float], float]:
+    def check(value: float) -> float:
+        if value not in bounds:
+            raise ValueError(f"must be one of {', '.join(f'{b:g}' for b in bounds)}")
+        return value
+
+    return check
+
+
 class Grafana(Settings):
     """Where Grafana's package comes from; Debian and Ubuntu have none."""
 
@@ -602,14 +656,121 @@ class Grafana(Settings):
     )
 
 
+# Only the bounds of vLLM's own histograms can be told apart in them.
+FirstTokenBound = Annotated[
+    float,
+    Field(strict=False),
+    AfterValidator(_one_of(FIRST_TOKEN_BOUNDS)),
+    Wants("one of " + ", ".join(f"{b:g}" for b in FIRST_TOKEN_BOUNDS)),
+]
+BetweenTokensBound = Annotated[
+    float,
+    Field(strict=False),
+    AfterValidator(_one_of(BETWEEN_TOKENS_BOUNDS)),
+    Wants("one of " + ", ".join(f"{b:g}" for b in BETWEEN_TOKENS_BOUNDS)),
+]
+
+
+class Objectives(Settings):
+    """What users are promised; alerts tell how fast the share that may be slower is used up."""
+
+    first_token_seconds: FirstTokenBound = Field(
+        10.0, description="Time to the first token; a bound of vLLM's histogram."
+    )
+    between_tokens_seconds: BetweenTokensBound = Field(
+        0.2, description="Time between two tokens; a bound of vLLM's histogram."
+    )
+    within_percent: Annotated[float, Field(strict=False, ge=80, lt=100)] = Field(
+        95.0, description="Share of cases that must keep to it."
+    )
+
+
+ReceiverKind = Literal["webhook", "mail", "dingtalk", "feishu", "wecom"]
+AlertSeverity = Literal["critical", "warning", "info"]
+
+
+class Receiver(Settings):
+    """One place that alerts are sent to."""
+
+    kind: ReceiverKind = Field(
+        description="webhook (Alertmanager's own JSON), mail, or the robot of a group in dingtalk, "
+        "feishu or wecom.",
+        examples=["dingtalk"],
+    )
+    url_file: OneLine | None = Field(
+        None,
+        description="File on the operator's machine that holds the webhook's address, which is a "
+        "secret; for all kinds but mail.",
+        examples=["secrets/dingtalk.url"],
+    )
+    secret_file: OneLine | None = Field(
+        None,
+        description="File with the secret that the robot's messages are signed with; dingtalk and "
+        "feishu.",
+        examples=["secrets/dingtalk.secret"],
+    )
+    to: tuple[OneLine, ...] = Field(
+        (), description="Addresses, for mail.", examples=[["ops@example.org"]]
+    )
+    severities: tuple[AlertSeverity, ...] = Field(
+        ("critical", "warning"), description="What is sent there."
+    )
+
+
+class Mail(Settings):
+    """The server that sends alerts by mail."""
+
+    server: OneLine = Field(description="Host and port.", examples=["mail.example.org:587"])
+    sender: OneLine = Field(description="Address of the sender.", examples=["gpu@example.org"])
+    user: OneLine | None = Field(None, description="Name to log in with; null: none is asked for.")
+    password_file: OneLine | None = Field(
+        None,
+        description="File on the operator's machine that holds its password.",
+        examples=["secrets/mail.password"],
+    )
+    tls: bool = Field(True, description="Refuse to send without STARTTLS.")
+
+
+class Alerting(Settings):
+    """Alertmanager: who is told of what."""
+
+    receivers: dict[Name, Receiver] = Field(
+        default_factory=dict,
+        description="By name; none: alerts are seen on Prometheus' own page alone.",
+    )
+    mail: Mail | None = Field(None, description="Needed where a receiver is of kind mail.")
+    port: Port = Field(
+        9093, description="Port of Alertmanager, on the loopback address of its host."
+    )
+    existing: tuple[OneLine, ...] = Field(
+        (),
+        description="Alertmanagers of your own, as host:port, that Prometheus sends to as well.",
+        examples=[["alerts.example.org:9093"]],
+    )
+    repeat_hours: Annotated[int, Field(ge=1)] = Field(
+        4, description="How often an alert that goes on is sent again."
+    )
+    runbook: OneLine = Field(
+        "docs/runbook.md",
+        description="Address of the runbook, which every alert links into.",
+        examples=["https://git.example.org/vllm-fleet/docs/runbook.md"],
+    )
+
+
 class Monitoring(Settings):
-    """Prometheus and Grafana."""
+    """Prometheus, Alertmanager and Grafana."""
 
     listen: Port = Field(9090, description="Port of Prometheus.")
     scrape_interval_seconds: Seconds = Field(15, description="How often every target is read.")
     retention_days: Seconds = Field(15, description="How long samples are kept.")
     retention_gib: Annotated[int, Field(ge=1)] = Field(
         20, description="Disk that samples may take, in GiB."
+    )
+    objectives: Objectives = Field(
+        default_factory=Objectives, description="Targets of latency, for alerts."
+    )
+    alerting: Alerting = Field(
+        default_factory=Alerting, description="Alertmanager and its receivers."
     )
     grafana: Grafana | None = Field(
         None, description="Package source of Grafana; null: its files are put, no package."
@@ -782,6 +943,12 @@ class HostSettings(Settings):
         description="Further addresses and networks that may reach the instances' ports.",
         examples=[["10.0.9.0/24"]],
     )
+    probe: Probe = Field(
+        default_factory=Probe, description="Asks each instance for a token; frees wedged ones."
+    )
+    gpu_metrics: GpuMetrics = Field(
+        default_factory=GpuMetrics, description="Who exports metrics of the cards."
+    )
     address: OneLine | None = Field(
         None,
         description="Address other hosts use; null: the inventory's ssh_hostname or the name.",
@@ -792,7 +959,7 @@ class HostSettings(Settings):
         None, description="Keys of clients; null: the gateway asks for none."
     )
     monitoring: Monitoring = Field(
-        default_factory=Monitoring, description="Prometheus and Grafana."
+        default_factory=Monitoring, description="Prometheus, Alertmanager and Grafana."
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from vllm_fleet import engine
 from vllm_fleet.spec.entries import secret_value
 from vllm_fleet.spec.findings import At, Findings, placed
+from vllm_fleet.spec.inputs import alerting_files
 from vllm_fleet.spec.keys_file import read_keys
 from vllm_fleet.spec.layers import Loaded, LoadedHost
 
@@ -34,6 +35,11 @@ def check_named_files(found: Findings, loaded: Loaded, *, locks: bool = True) ->
         if "monitoring" in groups and settings.monitoring.grafana is not None:
             key_file = settings.monitoring.grafana.key_file
             named.append((("monitoring", "grafana", "key_file"), key_file))
+        if "monitoring" in groups:
+            named += [
+                (("monitoring", "alerting", *where), name)
+                for where, name in alerting_files(settings.monitoring.alerting)
+            ]
         for loc, name in named:
             if name is None:
                 continue

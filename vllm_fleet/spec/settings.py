@@ -52,6 +52,8 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "hold_driver_packages",
             "firewall",
             "firewall_allow",
+            "probe",
+            "gpu_metrics",
         ),
     ),
     "gateway": ("Hosts of group gateway.", ("gateway", "api_keys")),
@@ -165,11 +167,14 @@ def _block(key: str, field: FieldInfo, indent: int) -> list[str]:
     lines.append(f"# {pad}{key}:")
     deeper = indent + 2
     if between:
-        lines.append(f"# {pad}  " + ("-" if between == "[]" else "glm-4.5-air:"))
+        lines.append(f"# {pad}  " + ("-" if between == "[]" else f"{_NAMES.get(key, 'ops')}:"))
         deeper += 2
     for name, inner in model.model_fields.items():
         lines += _block(name, inner, deeper)
     return lines
+
+
+_NAMES = {"models": "glm-4.5-air"}  # of the entry that is shown
 
 
 def _capital(text: str) -> str:

@@ -81,6 +81,8 @@ class App:
         self.running = 0
         self.prompt = self.generated = self.finished = 0
         self.first_client = 0.0  # when the first request came that is no warm-up or probe
+        self.engine = 0  # pid
+        self.shown = ""
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -133,6 +135,13 @@ class App:
             await reply(send, 404, error(404, "NotFoundError", "Not Found"))
 
     def metrics(self) -> str:
+        """As vLLM's: what the engine last reported, so that a hung one changes nothing."""
+        if not stopped(self.engine) or not self.shown:
+            self.shown = self.report()
+        return self.shown
+
+    def report(self) -> str:
+        """What the engine counts now."""
         known = {
             "vllm:num_requests_running": self.running,
             "vllm:prompt_tokens_total": self.prompt,
@@ -198,6 +207,8 @@ class App:
             # paced by the clock, so that a busy machine slows it no more than it must
             due = begun + how.first_token_seconds + number / how.tokens_per_second
             await asyncio.sleep(max(0.0, due - time.monotonic()))
+            while stopped(self.engine):  # as a hung engine: nothing comes, nothing is counted
+                await asyncio.sleep(0.05)
             self.generated += 1
             if not stream:
                 continue
@@ -241,6 +252,15 @@ async def reply(
 def error(status: int, kind: str, message: str) -> dict[str, Any]:
     """An error as vLLM words it."""
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def watch_engine(engine: subprocess.Popen[bytes], app: App) -> None:
@@ -290,6 +310,7 @@ def main() -> None:
         ["VLLM::EngineCore", "-c", "import time\nwhile True: time.sleep(60)"],
         executable=sys.executable,
     )
+    app.engine = engine.pid
     threading.Thread(target=watch_engine, args=(engine, app), daemon=True).start()
     if how.crash_seconds:
         crash = threading.Thread(

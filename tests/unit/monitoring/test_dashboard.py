@@ -1,4 +1,4 @@
-"""The dashboard: the same from run to run, every query parsed, every name exported."""
+"""The dashboards: made from code, every query parsed, every name exported, nothing overlaps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,71 +15,79 @@ import yaml
 
 from vllm_fleet import alerts, dashboard, metrics
 
-GOLDEN = Path(__file__).parent / "dashboard.txt"
-LUA = Path(__file__).parents[3] / "vllm_fleet/gateway/lua/fleet/metrics.lua"
+ROOT = Path(__file__).parents[3]
+LUA = ROOT / "vllm_fleet/gateway/lua/fleet/metrics.lua"
+DATA = ROOT / "vllm_fleet/data/dashboards"
 
-# What else the fleet exports: the gateway's own, the node exporter's and Prometheus' series.
-OTHERS = {
-    *metrics.gateway_series(),
-    "node_cpu_seconds_total",
-    "node_memory_MemAvailable_bytes",
-    "node_memory_MemTotal_bytes",
-    "node_filesystem_avail_bytes",
-    "node_filesystem_size_bytes",
-    "up",
-    "ALERTS",
+# nvitop-exporter 1.7.2 (its metrics carry their unit) and DCGM's default counters: those asked for.
+EXPORTERS = {
+    "gpu_clock_sm_MHz",
+    "gpu_pcie_tx_throughput_MiBps",
+    "gpu_pcie_rx_throughput_MiBps",
+    "DCGM_FI_DEV_SM_CLOCK",
 }
+# Of vLLM's process, without a prefix of its own.
+PROCESS = {"process_start_time_seconds", "process_resident_memory_bytes"}
 
 
-def queries() -> list[tuple[str, str]]:
+def panels(boards: Iterable[str] | None = None, **how: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in boards or dashboard.names():
+        for panel in dashboard.build(name, **how)["panels"]:
+            yield name, panel
+
+
+def queries(**how: Any) -> list[tuple[str, str]]:
     return [
-        (panel["title"], target["expr"])
-        for panel in dashboard.build()["panels"]
+        (f"{name}: {panel['title']}", target["expr"])
+        for name, panel in panels(**how)
         for target in panel.get("targets", [])
     ]
 
 
 def resolved(expr: str) -> str:
     """The query as Grafana sends it with all chosen."""
-    return re.sub(r"\$(pool|host|instance)\b", ".*", expr.replace("$__rate_interval", "1m"))
+    return re.sub(
+        r"\$(pool|host|instance|gateway|owner)\b", ".*", expr.replace("$__rate_interval", "1m")
+    )
 
 
-def outline(board: dict[str, Any]) -> str:
-    """Structure and queries, one line each: what a reviewer should see change."""
-    lines = [f"{v['name']}: {v['query']['query']}" for v in board["templating"]["list"]]
-    for panel in board["panels"]:
-        grid = panel["gridPos"]
-        where = f"{grid['x']},{grid['y']} {grid['w']}x{grid['h']}"
-        lines.append(f"{panel['id']} {panel['type']} {where} {panel['title']}")
-        lines += [f"  {t['refId']} {t['expr']}" for t in panel.get("targets", [])]
-    return "\n".join(lines) + "\n"
+def test_there_is_a_board_for_each_question() -> None:
+    assert dashboard.names() == ("card", "fleet", "gateway", "instance", "pool", "upgrade")
 
 
-def test_structure_is_as_reviewed() -> None:
-    """After a change that is meant: look at the difference and write the outline anew."""
-    assert outline(dashboard.build()) == GOLDEN.read_text()
-    assert dashboard.text() == dashboard.text()
-    assert json.loads(dashboard.text()) == dashboard.build()
+def test_the_stored_json_is_what_the_code_makes() -> None:
+    """Else: python -m tools.dashboards"""
+    pytest.importorskip("grafana_foundation_sdk")
+    from tools.dashboards.boards import BOARDS
+    from tools.dashboards.render import text
+
+    assert {f"{board.name}.json" for board in BOARDS} == {p.name for p in DATA.glob("*.json")}
+    for board in BOARDS:
+        assert text(board) == (DATA / f"{board.name}.json").read_text(encoding="utf-8"), board.name
 
 
 def test_ids_are_unique_and_the_grid_has_no_overlap() -> None:
-    panels = dashboard.build()["panels"]
-    assert [p["id"] for p in panels] == list(range(1, len(panels) + 1))
-    taken: dict[tuple[int, int], str] = {}
-    for panel in panels:
-        grid = panel["gridPos"]
-        assert grid["x"] + grid["w"] <= 24
-        for x in range(grid["x"], grid["x"] + grid["w"]):
-            for y in range(grid["y"], grid["y"] + grid["h"]):
-                assert (x, y) not in taken, f"{panel['title']} over {taken.get((x, y))}"
-                taken[x, y] = panel["title"]
+    for name in dashboard.names():
+        board = dashboard.build(name)
+        ids = [p["id"] for p in board["panels"]]
+        assert len(set(ids)) == len(ids)
+        taken: dict[tuple[int, int], str] = {}
+        for panel in board["panels"]:
+            grid = panel["gridPos"]
+            assert grid["x"] + grid["w"] <= 24
+            for x in range(grid["x"], grid["x"] + grid["w"]):
+                for y in range(grid["y"], grid["y"] + grid["h"]):
+                    assert (x, y) not in taken, f"{panel['title']} over {taken.get((x, y))}"
+                    taken[x, y] = panel["title"]
+    uids = {dashboard.build(name)["uid"] for name in dashboard.names()}
+    assert len(uids) == len(dashboard.names())
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_promtool_parses_every_query(tmp_path: Path) -> None:
-    rules = [
-        {"record": f"panel:{n}", "expr": resolved(expr)} for n, (_, expr) in enumerate(queries())
-    ]
+@pytest.mark.parametrize("versions", [("0.18.0",), ("0.21.0", "0.33.0")])
+def test_promtool_parses_every_query(versions: tuple[str, ...], tmp_path: Path) -> None:
+    asked = [*queries(deployed=versions), *annotations()]
+    rules = [{"record": f"panel:{n}", "expr": resolved(expr)} for n, (_, expr) in enumerate(asked)]
     (tmp_path / "panels.yml").write_text(
         yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]})
     )
@@ -88,37 +97,108 @@ def test_promtool_parses_every_query(tmp_path: Path) -> None:
         text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{len(queries())} rules found" in run.stdout
+    assert f"{len(asked)} rules found" in run.stdout
+
+
+def annotations() -> list[tuple[str, str]]:
+    return [
+        (f"{name}: {one['name']}", one["expr"])
+        for name in dashboard.names()
+        for one in dashboard.build(name)["annotations"]["list"]
+    ]
 
 
 @pytest.mark.parametrize("version", metrics.versions())
 def test_every_metric_is_exported(version: str) -> None:
-    known = metrics.series(version) | OTHERS
-    for title, expr in queries():
-        # A selector is a name followed by { or [; none of ours stands bare.
-        used = set(re.findall(r"([a-zA-Z_:][\w:]*)(?=[{\[])", expr))
-        assert used, title
+    ours = metrics.gateway_series() | metrics.own_series() | metrics.OTHERS
+    known = metrics.series(version) | ours | EXPORTERS | PROCESS
+    for title, expr in [*queries(deployed=(version,)), *annotations()]:
+        used = set(
+            re.findall(r"\b((?:vllm:|vllm_|node_|gpu_|DCGM_|process_)\w+)(?=[{\[ )]|$)", expr)
+        )
+        used -= {"vllm_version"}
+        assert used or "up{" in expr or "ALERTS{" in expr, title
         assert used <= known, f"{title}: {used - known}"
+
+
+def test_what_no_deployed_version_has_is_not_shown() -> None:
+    def titles(*versions: str) -> set[str]:
+        return {panel["title"] for _, panel in panels(["pool"], deployed=versions)}
+
+    assert titles("0.18.0") == titles("0.32.0") - {"Waiting, by reason", "Turned away by engines"}
+    assert titles("0.21.0", "0.32.0") == titles("0.32.0")
+
+
+def test_only_exporters_that_there_are_are_asked() -> None:
+    def asked(*exporters: str) -> str:
+        return json.dumps(dashboard.build("card", exporters=exporters))
+
+    assert "gpu_clock" in asked("nvitop")
+    assert "DCGM" not in asked("nvitop")
+    assert "DCGM" in asked("dcgm")
+    assert "gpu_clock" not in asked("dcgm")
+
+
+def test_a_panel_that_may_be_red_links_to_its_entry_in_the_runbook() -> None:
+    known = {a.anchor for a in alerts.alerts()}
+    page = "https://git.example.org/runbook.md"
+    linked = 0
+    for _, panel in panels(runbook=page):
+        if "red" in json.dumps(panel.get("fieldConfig", {})) and panel["title"] != "Alerts firing":
+            assert panel["links"], panel["title"]
+        for link in panel.get("links") or ():
+            address, _, anchor = link["url"].partition("#")
+            assert address == page
+            assert anchor in known
+            linked += 1
+    assert linked > 30
+    # Where the runbook is only a file beside the settings, a link would lead nowhere.
+    assert not any(panel.get("links") for _, panel in panels(runbook="docs/runbook.md"))
 
 
 @pytest.mark.skipif(not LUA.exists(), reason="the gateway's Lua modules are not in this tree")
 def test_the_gateway_exports_what_is_asked_of_it() -> None:
     written = set(re.findall(r'"(?:# TYPE )?(vllm_fleet_gateway_\w+[a-z])', LUA.read_text()))
     assert written == set(metrics.GATEWAY)
-    used = set(re.findall(r"vllm_fleet_gateway_\w+", dashboard.text() + alerts.rules()))
-    assert len(used) >= 10
+    boards = "".join(dashboard.text(name) for name in dashboard.names())
+    used = set(re.findall(r"vllm_fleet_gateway_\w+", boards + alerts.rules()))
+    assert len(used) >= 15
     assert used <= metrics.gateway_series()
 
 
+@pytest.mark.parametrize("script", ["probe", "hostwatch", "bootlog"])
+def test_our_scripts_write_what_is_asked_of_them(script: str) -> None:
+    folder = "gate" if script == "bootlog" else "onhost"
+    source = (ROOT / f"vllm_fleet/{folder}/{script}.py").read_text()
+    if script == "bootlog":
+        written = {
+            f"vllm_fleet_plan_{n}" for n in re.findall(r'"(\w+_(?:bytes|tokens))", "', source)
+        }
+        assert written <= set(metrics.OWN)
+        return
+    written = set(re.findall(r"vllm_fleet_(?!host\b|probe\b)\w+(?=\")", source))
+    assert len(written) >= 5
+    assert written <= set(metrics.OWN), written - set(metrics.OWN)
+
+
 def test_variables_are_those_that_queries_use() -> None:
-    names = {v["name"] for v in dashboard.build()["templating"]["list"]}
-    used = {n for _, expr in queries() for n in re.findall(r"\$([a-z]\w*)", expr)}
-    assert used == names
+    for name in dashboard.names():
+        board = dashboard.build(name)
+        names = {v["name"] for v in board["templating"]["list"]}
+        chained = {
+            n
+            for v in board["templating"]["list"]
+            for n in re.findall(r"\$([a-z]\w*)", v["query"]["query"])
+        }
+        used = {
+            n
+            for panel in board["panels"]
+            for target in panel.get("targets", [])
+            for n in re.findall(r"\$([a-z]\w*)", target["expr"])
+        }
+        assert used | chained == names, name
 
 
 def test_known_metrics_hold_what_a_page_of_the_server_shows() -> None:
-    for version in metrics.versions():
-        assert "vllm:time_to_first_token_seconds_bucket" in metrics.series(version)
-        assert "vllm:gpu_cache_usage_perc" not in metrics.series(version)
     assert "vllm:admission_rejections_total" not in metrics.series("0.21.0")
     assert "vllm:admission_rejections_total" in metrics.series("0.32.0")

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from tests.unit.monitoring.test_dashboard import queries, resolved
+from tests.unit.monitoring.test_dashboard import EXPORTERS, annotations, queries, resolved
 from tests.unit.monitoring.test_files import host, instance
-from vllm_fleet import alerts, metrics, monitoring
+from vllm_fleet import alerts, dashboard, engine_data, metrics, monitoring
 from vllm_fleet.planned import Pool
 
 pytestmark = [
@@ -34,39 +34,40 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed"),
 ]
 
-OF = 'pool="glm-4.5-air",host="gpu-01",instance="air-a"'
+POOL = "glm-4.5-air"
+OURS = f'vllm_instance="air-a",pool="{POOL}"'
+
+
+def samples(name: str, labels: str, kind: str, count: int) -> list[str]:
+    if kind != "histogram":
+        return [f"{name}{{{labels}}} {count}"]
+    return [
+        *(f'{name}_bucket{{{labels},le="{le}"}} {count}' for le in ("0.5", "10.0", "+Inf")),
+        f"{name}_sum{{{labels}}} {count}",
+        f"{name}_count{{{labels}}} {count}",
+    ]
 
 
 def page(version: str, count: int) -> str:
-    """What an instance, a gateway and a node exporter say, on one page. Counters rise."""
+    """What an instance, a gateway and every exporter say, on one page. Counters rise."""
     lines = []
-    for name in sorted(metrics.series(version)):
-        labels = 'model_name="glm-4.5-air",engine="0"'
-        if name.endswith("_bucket"):
-            lines += [f'{name}{{{labels},le="{le}"}} {count}' for le in ("0.5", "1", "+Inf")]
-        elif name.startswith("vllm:"):
-            lines.append(f"{name}{{{labels}}} {count}")
-    lines += [
-        f"process_start_time_seconds {count}",
-        f"vllm_fleet_gateway_instance_ready{{{OF}}} 1",
-        f"vllm_fleet_gateway_in_flight{{{OF}}} 2",
-        'vllm_fleet_gateway_held{pool="glm-4.5-air"} 0',
-        'vllm_fleet_gateway_queued{pool="glm-4.5-air"} 0',
-        f'vllm_fleet_gateway_tokens_total{{pool="glm-4.5-air",key="app",kind="prompt"}} {count}',
-        *(
-            f'vllm_fleet_gateway_{name}_seconds_bucket{{{OF},le="{le}"}} {count}'
-            for name in ("first_byte", "duration")
-            for le in ("0.5", "1", "+Inf")
-        ),
-        f'vllm_fleet_gateway_retries_total{{pool="glm-4.5-air"}} {count}',
-        'vllm_fleet_gateway_refused_total{pool="glm-4.5-air"} 0',
-        f'vllm_fleet_gateway_requests_total{{pool="glm-4.5-air",code="200"}} {count}',
-        f'node_cpu_seconds_total{{cpu="0",mode="idle"}} {count}',
-        "node_memory_MemAvailable_bytes 1",
-        "node_memory_MemTotal_bytes 2",
-        'node_filesystem_avail_bytes{mountpoint="/",fstype="ext4"} 1',
-        'node_filesystem_size_bytes{mountpoint="/",fstype="ext4"} 2',
-    ]
+    data = engine_data.load(version)
+    for name, kind in data.metrics.items():
+        if name.startswith("vllm:"):
+            labels = f'model_name="{POOL}",engine="0",finished_reason="stop",reason="capacity"'
+            lines += samples(name, labels, kind, count)
+    for name, kind in metrics.GATEWAY.items():
+        labels = f'pool="{POOL}",host="gpu-01",instance="air-a",code="200",reason="x",key="app"'
+        lines += samples(name, labels, kind, count)
+    for name in metrics.OWN:
+        labels = f'{OURS},card="0",uuid="GPU-0",reason="hw",phase="load",release="r",file="f"'
+        lines.append(f'{name}{{{labels},xid="79",pci="0",action="reboot",source="plan"}} {count}')
+    for name in sorted(metrics.OTHERS):
+        if name.startswith(("node_", "alertmanager_")):
+            labels = 'cpu="0",mode="idle",device="eth0",mountpoint="/",fstype="ext4",port="1"'
+            lines.append(f'{name}{{{labels},name="vllm@air-a.service",state="active"}} {count}')
+    lines += [f'{name}{{index="0",uuid="GPU-0",gpu="0"}} {count}' for name in sorted(EXPORTERS)]
+    lines += [f"process_start_time_seconds {count}", "process_resident_memory_bytes 1"]
     return "\n".join(lines) + "\n"
 
 
@@ -117,19 +118,42 @@ def until(seconds: float, what: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("version", metrics.versions())
-def test_every_panel_has_data(version: str, tmp_path: Path) -> None:
+# One version alone, and a fleet in the midst of an upgrade over the longest way.
+MIXES = (("0.18.0",), ("0.21.0",), ("0.21.0", "0.33.0"))
+RECEIVERS = {"hook": {"kind": "webhook", "url_file": "hook"}}
+
+
+@pytest.mark.parametrize("versions", MIXES)
+def test_no_panel_and_no_rule_is_without_data(versions: tuple[str, ...], tmp_path: Path) -> None:
     port = free_port()
-    with exporter(version) as source:
-        one = instance("air-a", "gpu-01", address="127.0.0.1", port=source)
-        pool = Pool("glm-4.5-air", (), one.model, (one,))
+    with ExitStack() as stack:
+        sources = [stack.enter_context(exporter(v)) for v in versions]
+        source = sources[0]
+        instances = tuple(
+            instance(
+                f"air-{number}",
+                "gpu-01",
+                address="127.0.0.1",
+                port=where,
+                release=f"{version}-1234",
+                vllm_version=versions[-1],
+            )
+            for number, (version, where) in enumerate(zip(versions, sources, strict=True))
+        )
+        pools = (Pool(POOL, (), instances[0].model, instances),)
+        spec = host(
+            listen=port,
+            scrape_interval_seconds=1,
+            alerting={"receivers": RECEIVERS, "port": source},
+        )
         files = {
             f.path: f.content
             for f in monitoring.files(
-                host(listen=port, scrape_interval_seconds=1),
-                (pool,),
+                spec,
+                pools,
                 {"gw-01": "127.0.0.1"},
                 {"gpu-01": "127.0.0.1"},
+                gpus={"gpu-01": ("nvitop", f"127.0.0.1:{source}")},
             )
         }
         for path, content in files.items():
@@ -138,6 +162,8 @@ def test_every_panel_has_data(version: str, tmp_path: Path) -> None:
             content = content.replace("/etc/prometheus", f"{tmp_path}/etc/prometheus")
             content = re.sub(r"127\.0\.0\.1:(9145|9100)", f"127.0.0.1:{source}", content)
             place.write_text(content)
+        deployed = monitoring.deployed(pools)
+        assert deployed == versions
         # The command of the drop-in itself, with its paths moved.
         dropin = (tmp_path / monitoring.UNIT_DROPIN.removeprefix("/")).read_text()
         start = re.search(r"^ExecStart=(/.*)$", dropin.replace("\\\n", " "), re.MULTILINE)
@@ -157,21 +183,53 @@ def test_every_panel_has_data(version: str, tmp_path: Path) -> None:
 
             assert until(30, all_up), (tmp_path / "log").read_text()
             bad = {}
-            for title, expr in queries():
+            annotated = [(t, e) for t, e in annotations() if "offset" not in e]
+            for title, expr in [*queries(deployed=deployed), *annotated]:
                 asked = resolved(expr).replace("[1m]", "[30s]")
 
                 def has_data(asked: str = asked) -> bool:
                     return bool(ask(port, "query", query=asked)["result"])
 
-                if not until(15, has_data):
+                # What compares with a limit has data where both sides have.
+                asked = re.sub(r"(?<!\{) (==|<|>) (bool )?(\d+|time\(\))", "", asked)
+                if not until(15, lambda asked=asked: has_data(asked)):  # type: ignore[misc]
                     bad[title] = asked
+            for alert in alerts.deployed_alerts(1, deployed):
+                for name in set(
+                    re.findall(r"\b(?:vllm[:_]|node_|prometheus_|alert)\w+", alert.expr)
+                ):
+                    known = (
+                        name in metrics.OWN
+                        or name in metrics.OTHERS
+                        or name in (metrics.gateway_series())
+                    )
+                    if not (known or ":" in name):
+                        continue
+                    if not until(15, lambda n=name: ask(port, "query", query=n)["result"]):  # type: ignore[misc]
+                        bad[alert.name] = name
+            for board in dashboard.names():
+                for variable in dashboard.build(board)["templating"]["list"]:
+                    chosen = re.fullmatch(
+                        r"label_values\((.+), (\w+)\)", variable["query"]["query"]
+                    )
+                    assert chosen
+                    found = ask(
+                        port, f"label/{chosen[2]}/values", **{"match[]": resolved(chosen[1])}
+                    )
+                    if not found:
+                        bad[f"{board}: ${variable['name']}"] = chosen[1]
             assert bad == {}
             rules = ask(port, "rules")["groups"][0]["rules"]
-            assert len(rules) == len(alerts.alerts())
+            assert len(rules) == len(alerts.deployed_alerts(1, deployed))
             assert until(
                 15,
                 lambda: all(r["health"] == "ok" for r in ask(port, "rules")["groups"][0]["rules"]),
             )
+            # What our scripts write of an instance is that instance's; of the host, the host's.
+            out = ask(port, "query", query='vllm_fleet_probe_success{job="node"}')["result"]
+            assert {(r["metric"]["host"], r["metric"]["instance"]) for r in out} == {
+                ("gpu-01", "air-a")
+            }
             # The page serves every job at once: only what was read as the gateway counts here.
             series = 'vllm_fleet_gateway_instance_ready{job="gateway"}'
             ready = ask(port, "query", query=series)["result"][0]["metric"]

@@ -56,6 +56,11 @@ class Host:
         for name in ("replace", "unlink", "open", "chown"):
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
 
+    def change(self) -> Any:
+        """What those who watch are told of a planned change of the instance; None: of none."""
+        path = self.root / "state/changes/a.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
     def _counted(self, call: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.maybe_killed()

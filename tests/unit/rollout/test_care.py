@@ -29,15 +29,17 @@ def test_stopped_and_started_with_what_is_in_place(host: Host) -> None:
     old, new = host.version("0.31"), host.version("0.32")
     host.deploy(old)
     host.do("stage", pool="glm", next=new)
-    host.do("begin", run="r1", drained=False)
+    host.do("begin", run="r1", pool="glm", drained=False, seconds=600)
     host.do("switch", to=new["checksum"], seconds=60)
     host.do("accept", run="r1", probe={"tokens": 9})
     before = host.texts()
-    assert do("halt", instance="a") == {"served": True}
+    assert do("halt", instance="a", pool="glm", seconds=600) == {"served": True}
     assert host.unit["ActiveState"] == "inactive"
-    assert do("halt", instance="a") == {"served": False}
+    assert host.change()["pool"] == "glm"  # those who watch know that it is on purpose
+    assert do("halt", instance="a", pool="glm", seconds=600) == {"served": False}
     found = do("resume", instance="a", seconds=60)
     assert found["ok"]
+    assert host.change() is None
     assert found["probe"] == {"tokens": 9}
     assert found["figures"]["load_seconds"] == 3.0
     assert do("resume", instance="a", seconds=60)["ok"]  # said again: it runs
@@ -47,14 +49,14 @@ def test_stopped_and_started_with_what_is_in_place(host: Host) -> None:
 
 def test_what_was_never_changed_has_nothing_to_compare_with(host: Host) -> None:
     host.deploy(host.version("0.31"))
-    do("halt", instance="a")
+    do("halt", instance="a", pool="glm", seconds=600)
     found = do("resume", instance="a", seconds=60)
     assert (found["ok"], found["probe"], found["good_figures"]) == (True, None, None)
 
 
 def test_a_start_that_fails_is_told_and_not_tried_for_ever(host: Host) -> None:
     host.deploy(host.version("0.31"))
-    do("halt", instance="a")
+    do("halt", instance="a", pool="glm", seconds=600)
     host.bad.add("0.31")
     found = do("resume", instance="a", seconds=60)
     assert not found["ok"]
@@ -65,9 +67,9 @@ def test_a_start_that_fails_is_told_and_not_tried_for_ever(host: Host) -> None:
 def test_in_the_middle_of_a_change_nothing_is_stopped(host: Host) -> None:
     host.deploy(host.version("0.31"))
     host.do("stage", pool="glm", next=host.version("0.32"))
-    host.do("begin", run="r1", drained=False)
+    host.do("begin", run="r1", pool="glm", drained=False, seconds=600)
     with pytest.raises(ledger.Refused, match="was cut off"):
-        do("halt", instance="a")
+        do("halt", instance="a", pool="glm", seconds=600)
     assert host.unit["ActiveState"] == "active"
 
 
@@ -118,7 +120,11 @@ def test_the_script_takes_orders_from_its_standard_input(
 
     host.deploy(host.version("0.31"))
     for order, code, last in (
-        ({"action": "halt", "instance": "a"}, 0, 'result {"served": true}'),
+        (
+            {"action": "halt", "instance": "a", "pool": "glm", "seconds": 600},
+            0,
+            'result {"served": true}',
+        ),
         ({"action": "boot"}, 0, "result {"),
         ({"action": "dance"}, 1, "refused 'dance' is none of halt"),
     ):

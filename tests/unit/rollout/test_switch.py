@@ -26,10 +26,12 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 def change(host: Host, version: dict[str, Any]) -> Any:
     """All steps of a change that goes well, as the rollout asks for them."""
     host.do("stage", pool="glm", next=version)
-    host.do("begin", run="r1", drained=False)
+    host.do("begin", run="r1", pool="glm", drained=False, seconds=600)
+    assert host.change()["pool"] == "glm"
     done = host.do("switch", to=version["checksum"], seconds=60)
     if done["ok"]:
         host.do("accept", run="r1", probe={"tokens": 9})
+        assert host.change() is None
     return done
 
 
@@ -37,7 +39,9 @@ def back(host: Host, bad: dict[str, Any], good: dict[str, Any]) -> Any:
     refused = {"release": bad["release"], "checksum": bad["checksum"], "why": "worse"}
     host.do("refuse", run="r1", refused=refused)
     done = host.do("switch", to=good["checksum"], seconds=60)
+    assert host.change() is not None
     host.do("settle", run="r1")
+    assert host.change() is None
     return done
 
 
@@ -90,7 +94,7 @@ def test_switching_to_what_runs_touches_nothing(host: Host) -> None:
     change(host, new)
     before = list(host.starts)
     host.do("stage", pool="glm", next=new)
-    host.do("begin", run="r2", drained=False)
+    host.do("begin", run="r2", pool="glm", drained=False, seconds=600)
     assert host.do("switch", to=new["checksum"], seconds=60)["ok"]
     assert host.starts == before
     assert ("stop", "--no-block", "vllm@a.service") not in host.calls[-4:]
@@ -157,7 +161,7 @@ def test_what_was_never_accepted_is_not_taken_for_good(host: Host) -> None:
     old, bad, new = host.version("0.31"), host.version("0.32"), host.version("0.33")
     host.deploy(old)
     host.do("stage", pool="glm", next=bad)
-    host.do("begin", run="r1", drained=False)
+    host.do("begin", run="r1", pool="glm", drained=False, seconds=600)
     host.do("switch", to=bad["checksum"], seconds=60)
     change(host, new)
     assert [good["release"] for good in record()["goods"]] == ["0.33", "0.31"]

@@ -1,61 +1,14 @@
-"""The alerts: what is asked of Prometheus, how bad an answer is, and what to do about it.
-
-One table; the rule file and the runbook are both made from it, so that no alert is without
-an entry and no entry without an alert. Labels: `host` and `instance` come from the targets
-(:mod:`vllm_fleet.monitoring`); series of the gateway carry those of the instance they speak
-of, and `gateway` for the one that speaks.
-"""
+"""Alerts of pools, instances and gateways."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Literal
-
-import yaml
-
-from vllm_fleet import paths
-
-Severity = Literal["critical", "warning", "info"]
-
-RUNBOOK = "docs/runbook.md"
-DISKS = 'fstype!~"tmpfs|ramfs|overlay|squashfs|iso9660"'
-EACH = "host, instance, pool"  # labels that tell one vLLM server from all others
+from vllm_fleet.alerts.table import EACH, HOST_UP, MOVING, Alert, window
+from vllm_fleet.spec.model import Objectives
 
 
-@dataclass(frozen=True)
-class Alert:
-    """One alert. ``wait`` is Prometheus' `for`; ``why`` and ``remedy`` are its runbook entry."""
-
-    name: str
-    expr: str
-    wait: str
-    severity: Severity
-    summary: str  # names host and instance; Go template over $labels and $value
-    why: str
-    remedy: str
-
-    @property
-    def anchor(self) -> str:
-        """Heading of its runbook entry, as a link target: PoolDown is pool-down."""
-        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", self.name).lower()
-
-
-def window(scrape_interval_seconds: int) -> str:
-    """Shortest range in which a rate sees at least four scrapes, and no less than two minutes."""
-    return f"{max(2, -(-scrape_interval_seconds * 4 // 60))}m"
-
-
-def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
-    """Every alert, the worst first."""
+def alerts(scrape_interval_seconds: int) -> tuple[Alert, ...]:
+    """What clients feel, and what they would feel next."""
     w = window(scrape_interval_seconds)
-    # A host that is away is one message, not one for each thing that ran on it.
-    host_up = 'unless on (host) up{job="node"} == 0'
-    # systemd says that the unit is on its way up or down: planned, and its own timeout bounds it.
-    moving = (
-        'label_replace(node_systemd_unit_state{name=~"vllm@.+",state=~"activating|deactivating"}'
-        ' == 1, "instance", "$1", "name", "vllm@(.+)[.]service")'
-    )
     return (
         Alert(
             "PoolDown",
@@ -74,19 +27,8 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
             "`journalctl -u vllm@NAME -n 400 | fleet explain -`.",
         ),
         Alert(
-            "HostDown",
-            'up{job="node"} == 0',
-            "2m",
-            "critical",
-            "{{ $labels.host }}: the host does not answer (its instances are not reported apart)",
-            "The host is off, cut from the network, or its node exporter has stopped.",
-            "Reach it by SSH or its management port. Up, but not answering on 9100: "
-            "`systemctl status prometheus-node-exporter`. Lost: the pools go on without it; "
-            "deploy again when it is back.",
-        ),
-        Alert(
             "GatewayDown",
-            f'up{{job="gateway"}} == 0 {host_up}',
+            f'up{{job="gateway"}} == 0 {HOST_UP}',
             "1m",
             "critical",
             "{{ $labels.host }}: the gateway does not answer",
@@ -107,7 +49,7 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
         ),
         Alert(
             "InstanceDown",
-            f'up{{job="vllm"}} == 0 unless on (host, instance) {moving} {host_up}',
+            f'up{{job="vllm"}} == 0 unless on (host, instance) {MOVING} {HOST_UP}',
             "2m",
             "critical",
             "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} "
@@ -148,31 +90,8 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
             "too many held. 502 and 504: look at the instance's journal.",
         ),
         Alert(
-            "DiskFull",
-            f"node_filesystem_avail_bytes{{{DISKS}}} / node_filesystem_size_bytes{{{DISKS}}}"
-            " < 0.05",
-            "5m",
-            "critical",
-            "{{ $labels.host }}: {{ $labels.mountpoint }} has {{ $value | humanizePercentage }} "
-            "left",
-            "Logs, releases, weights or compile caches fill it. New starts and downloads fail.",
-            "`du -xhd1 MOUNT | sort -h`. Old releases below /opt/vllm/releases and revisions "
-            "below /opt/vllm/models that no instance uses can go; `journalctl --vacuum-size=1G`.",
-        ),
-        Alert(
-            "DiskFullSoon",
-            f"predict_linear(node_filesystem_avail_bytes{{{DISKS}}}[6h], 86400) < 0"
-            f" and node_filesystem_avail_bytes{{{DISKS}}} / node_filesystem_size_bytes{{{DISKS}}}"
-            " < 0.25",
-            "30m",
-            "warning",
-            "{{ $labels.host }}: {{ $labels.mountpoint }} will be full within a day",
-            "It fills at a rate that leaves less than a day.",
-            "See disk-full; a download under way ends by itself.",
-        ),
-        Alert(
             "InstanceStartsLong",
-            f"{moving} == 1",
+            f"{MOVING} == 1",
             "1h",
             "warning",
             "{{ $labels.host }}: instance {{ $labels.instance }} has been starting or stopping "
@@ -293,51 +212,167 @@ def alerts(scrape_interval_seconds: int = 15) -> tuple[Alert, ...]:
             "`fleet status` shows who runs what; run upgrade.py again, or rollback.py.",
         ),
         Alert(
-            "ClockOff",
-            "abs(node_timex_offset_seconds) > 0.5",
-            "10m",
-            "warning",
-            "{{ $labels.host }}: the clock is off by {{ $value }} s",
-            "Certificates, logs and rates of several hosts no longer agree.",
-            "`timedatectl`; start chrony or systemd-timesyncd and check that it reaches a server.",
+            "InstanceNotReady",
+            f"max by ({EACH}) (vllm_fleet_gateway_instance_ready) == 0"
+            ' and on (host, instance) up{job="vllm"} == 1'
+            f" unless on (host, instance) {MOVING}"
+            " unless on (host, instance) vllm_fleet_gateway_instance_draining == 1"
+            f" {HOST_UP}",
+            "3m",
+            "critical",
+            "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} runs and is "
+            "not ready",
+            "Its server answers /metrics, its unit neither starts nor stops, and no gateway sends "
+            "it anything: its ready file is gone, or its engine is dead or wedged.",
+            "`curl -s localhost:PORT/fleet/ready` and `ls /run/vllm/NAME`. A file `wedged` there: "
+            "see engine-taken-out. Neither: `systemctl restart vllm@NAME`.",
         ),
         Alert(
-            "MonitoringConfigStale",
-            "prometheus_config_last_reload_successful == 0",
-            "1m",
-            "warning",
-            "{{ $labels.host }}: Prometheus refused its new configuration and runs on the old one",
-            "A file below /etc/prometheus does not parse.",
-            "`promtool check config /etc/prometheus/vllm-fleet.yml`, then deploy again.",
+            "EngineTakenOut",
+            "vllm_fleet_probe_out == 1",
+            "5m",
+            "critical",
+            "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} gives no "
+            "token, is out of rotation, and has not been restarted",
+            "The probe's request was not answered and no token came out for "
+            "`probe.wedged_seconds`. It is not restarted by itself where it is the last of its "
+            "pool, where another one of the pool is starting, or where `probe.restarts_per_hour` "
+            "is used up or `probe.restart` is off.",
+            "The stacks are in /var/lib/vllm/stacks; `journalctl -u vllm-fleet-probe -n 50` says "
+            "why it waits. `systemctl kill -s KILL vllm@NAME` restarts it without draining.",
         ),
         Alert(
-            "MonitoringRulesFail",
-            "increase(prometheus_rule_evaluation_failures_total[5m]) > 0",
+            "EngineRestarted",
+            "increase(vllm_fleet_probe_restarts_total[1h]) > 0",
+            "0m",
+            "warning",
+            "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} was wedged "
+            "and was restarted by the probe",
+            "Its engine hung: a kernel, a collective between cards, or a deadlock.",
+            "The stacks of that moment are in /var/lib/vllm/stacks (root alone). Again and again: "
+            "`journalctl -k | grep Xid`, and look for the topmost frame in the issues of vLLM.",
+        ),
+        Alert(
+            "ProbeFails",
+            f"vllm_fleet_probe_success == 0 unless on (host, instance) {MOVING}",
+            "2m",
+            "warning",
+            "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} does not "
+            "answer a request for one token in time",
+            "Every `probe.interval_seconds` it is asked for one token. Saturated: its queue is "
+            "longer than the probe waits. Else its answers are errors.",
+            "`journalctl -u vllm-fleet-probe -n 20` holds what it said. With requests-waiting: "
+            "too much load. Else `journalctl -u vllm@NAME -n 400 | fleet explain -`.",
+        ),
+        Alert(
+            "ProbeSilent",
+            "time() - vllm_fleet_probe_time_seconds > 300",
             "5m",
             "warning",
-            "{{ $labels.host }}: Prometheus cannot evaluate rules of {{ $labels.rule_group }}",
-            "Alerts of that group may be silent.",
-            "`journalctl -u prometheus | grep -i rule` names the rule and the reason.",
+            "{{ $labels.host }}: instance {{ $labels.instance }} has not been probed for "
+            "{{ $value | humanizeDuration }}",
+            "The probe's timer does not run, or the instance is being kept out by hand.",
+            "`systemctl status vllm-fleet-probe.timer vllm-fleet-probe`; drained on purpose: none.",
+        ),
+        Alert(
+            "EngineRejects",
+            f"sum by ({EACH}) (increase(vllm:admission_rejections_total[5m])) > 0",
+            "5m",
+            "warning",
+            "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} turns "
+            "requests away: its own queue is full",
+            "`max-num-queued-reqs` or `max-num-queued-tokens` is reached; clients get 503.",
+            "See requests-waiting. Let the gateway queue instead: give its pool a limit of "
+            "requests per instance below the engine's.",
+        ),
+        Alert(
+            "PlanDiffers",
+            "vllm_fleet_plan_differences > 0",
+            "10m",
+            "info",
+            "{{ $labels.host }}: instance {{ $labels.instance }} of {{ $labels.pool }} came up "
+            "with other memory than planned ({{ $value }} figures)",
+            "Weights, KV cache or concurrency differ from the plan by more than 5 %.",
+            "`journalctl -u vllm@NAME | grep bootlog` names each figure and its likely cause.",
+        ),
+        Alert(
+            "PlannedChange",
+            "max by (pool) (vllm_fleet_change_until_seconds) > time()",
+            "0m",
+            "none",
+            "{{ $labels.pool }}: a planned change is under way",
+            "It holds back what such a change makes look broken; it is sent to nobody, and ends "
+            "by itself at the time that was written down when the change began.",
+            "Nothing. Left over after a change that died: it ends by itself.",
         ),
     )
 
 
-def rules(scrape_interval_seconds: int = 15) -> str:
-    """The rule file, as Prometheus reads it."""
-    entries = [
-        {
-            "alert": a.name,
-            "expr": a.expr,
-            "for": a.wait,
-            "labels": {"severity": a.severity},
-            "annotations": {
-                "summary": a.summary,
-                "description": a.why,
-                "runbook_url": f"{RUNBOOK}#{a.anchor}",
-            },
-        }
-        for a in alerts(scrape_interval_seconds)
-    ]
-    body = {"groups": [{"name": "vllm-fleet", "rules": entries}]}
-    text = yaml.safe_dump(body, sort_keys=False, width=10_000, allow_unicode=True)
-    return f"# {paths.MARK}; changes here are overwritten.\n{text}"
+def burn_rates(objectives: Objectives) -> tuple[Alert, ...]:
+    """How fast the share of requests that may be slow is being used up, over two windows each."""
+    return (
+        *_burn(
+            "FirstToken",
+            "time_to_first_token_seconds",
+            objectives.first_token_seconds,
+            objectives.within_percent,
+            "first token",
+            "Queueing, long prompts, or too few instances. See requests-waiting, kv-cache-full and "
+            "first-token-slow.",
+        ),
+        *_burn(
+            "TokenGap",
+            "inter_token_latency_seconds",
+            objectives.between_tokens_seconds,
+            objectives.within_percent,
+            "time between tokens",
+            "Too many sequences at once (`max-num-seqs`), long prompts that share a step with "
+            "decoding (`max-num-batched-tokens`), preemptions, or a card that throttles.",
+        ),
+    )
+
+
+def _burn(
+    name: str, metric: str, target: float, within_percent: float, words: str, remedy: str
+) -> tuple[Alert, Alert]:
+    allowed = 1 - within_percent / 100
+    bound = f'{int(target)}([.]0)?"' if target == int(target) else f'{target}"'
+
+    def slow(window: str) -> str:
+        fast = f'sum by (pool) (rate(vllm:{metric}_bucket{{le=~"{bound}}}[{window}]))'
+        return f"(1 - {fast} / sum by (pool) (rate(vllm:{metric}_count[{window}])))"
+
+    def both(long: str, short: str, factor: float) -> str:
+        # More than all cannot be slow: a generous target still has a fast burn.
+        limit = f"{min(0.9, factor * allowed):.4g}"
+        enough = f"sum by (pool) (increase(vllm:{metric}_count[{long}])) >= 20"
+        return f"{slow(long)} > {limit} and {slow(short)} > {limit} and {enough}"
+
+    said = (
+        f"{{{{ $labels.pool }}}}: {words} over {target:g} s in "
+        "{{ $value | humanizePercentage }} of cases for "
+    )
+    why = (
+        f"Target: {within_percent:g} % within {target:g} s "
+        "(`monitoring.objectives`). At this pace a month's share is used up in "
+    )
+    return (
+        Alert(
+            f"{name}BudgetFast",
+            both("1h", "5m", 14.4),
+            "2m",
+            "critical",
+            said + "an hour",
+            why + "two days.",
+            remedy,
+        ),
+        Alert(
+            f"{name}BudgetSlow",
+            both("6h", "30m", 6),
+            "15m",
+            "warning",
+            said + "six hours",
+            why + "five days.",
+            remedy,
+        ),
+    )
