@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_fleet import metrics
-from vllm_fleet.onhost import hostwatch, instances
+from vllm_fleet.onhost import hostwatch, ledger
 
 SMI = """\
 0, GPU-a, 70000, 81559, 99, 61, 400.5, 0, [N/A], No, No, Not Active, Not Active, Not Active, Active
@@ -217,11 +217,10 @@ def test_a_round_writes_what_the_node_exporter_reads(watched: Path) -> None:
     assert 'vllm_fleet_instance_ready{vllm_instance="air-a",pool="air"} 0' in text
 
 
-def test_a_restart_by_a_deploy_is_told_as_planned_and_ends_with_it(
+def test_what_the_rollout_writes_is_what_is_told(
     watched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instances, "STATE", str(watched))
-    one = {"name": "air-a", "seconds": 600, "drain_seconds": 60, "pool": "air"}
+    monkeypatch.setattr(ledger, "STATE", str(watched))
 
     def told() -> dict[str, float]:
         samples: hostwatch.Samples = {}
@@ -229,11 +228,11 @@ def test_a_restart_by_a_deploy_is_told_as_planned_and_ends_with_it(
         name = "vllm_fleet_change_until_seconds"
         return of(samples, name, "pool") if name in samples else {}
 
-    with instances.planned({"action": "restart", "instances": [one]}):
-        assert told()["air"] == pytest.approx(time.time() + 660, abs=60)
+    ledger.plan_change("air-a", "air", 660)
+    assert told()["air"] == pytest.approx(time.time() + 660, abs=60)
+    ledger.end_change("air-a")
     assert told() == {}
-    with instances.planned({"action": "start", "instances": [one]}):
-        assert told() == {}  # a first start takes nothing away
+    ledger.end_change("air-a")  # said again
 
 
 def test_a_probe_that_was_turned_off_is_told_of_no_more(watched: Path) -> None:
