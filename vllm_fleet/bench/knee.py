@@ -1,4 +1,4 @@
-"""What the levels of a ramp tell: where more streams stop to pay, and what keeps the targets. Pure."""
+"""What a ramp tells: where more streams stop to pay, and what keeps the targets. Pure."""
 
 from __future__ import annotations
 

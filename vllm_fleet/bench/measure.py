@@ -24,11 +24,13 @@ def measure(
     cards: str = "",
     targets: Sequence[Target] = (),
     metrics: str = "",
+    metrics_wanted: bool = True,
     api_key: str = "",
 ) -> Result:
     """Send a load and say what came of it. Raises GeneratorError, ReportError.
 
     ``metrics`` is the address of an engine's page of metrics; empty where there is none to read.
+    Where it cannot be read, that is told if it was ``metrics_wanted``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     notes = []
@@ -44,7 +46,7 @@ def measure(
     with watch or nullcontext():
         report = generator.run(program, sent, folder, api_key)
     levels = levels_of(report)
-    seen = _seen(levels, watch, notes)
+    seen = _seen(levels, watch, notes if metrics_wanted else [])
     bend, kept = knee(levels), keeps(levels, targets) if targets else None
     return Result(
         name=name,

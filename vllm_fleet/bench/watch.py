@@ -155,5 +155,7 @@ class Watch:
             # When it was answered: all that is in it has happened by then.
             self.samples.append(parse(text, time.time()))
             self.lost = ""
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self.lost = str(error)
+        except ValueError:
+            self.lost = "what it answers is no page of metrics"

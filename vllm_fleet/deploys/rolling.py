@@ -32,8 +32,8 @@ from vllm_fleet.state import HostState
 
 Mode = Literal["deploy", "upgrade", "rollback"]
 
-_said = RLock()
-_begun: dict[int, bool] = {}
+said = RLock()
+begun_runs: dict[int, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ def begun(mode: Mode) -> bool:
 
     Raises DeployError where it may not begin, before anything is changed.
     """
-    with _said:
+    with said:
         key = id(state.inventory)
-        if key not in _begun:
+        if key not in begun_runs:
             prepared = _prepare(mode)
             if prepared.rollout.refusals:
                 raise DeployError("nothing was changed:\n" + "\n".join(prepared.rollout.refusals))
             for line in prepared.rollout.lines():
                 logger.info("%s", line)
-            _begun[key] = bool(prepared.rollout.waves) or (
-                bool(_asked("unlock") or _asked("clear")) or _stays_refused(mode, prepared.rollout)
+            begun_runs[key] = bool(prepared.rollout.waves) or (
+                bool(asked("unlock") or asked("clear")) or _stays_refused(mode, prepared.rollout)
             )
-        return _begun[key]
+        return begun_runs[key]
 
 
 def deploy(state: State, host: Host) -> bool:
@@ -84,10 +84,10 @@ def maintained() -> bool:
 
     Raises DeployError where it is not said what to do with it.
     """
-    with _said:
+    with said:
         key = id(state.inventory)
-        if key not in _begun:
-            do, members = _asked("do"), _cared_for()
+        if key not in begun_runs:
+            do, members = asked("do"), _cared_for()
             if do not in DO:
                 raise DeployError(
                     f"nothing was changed: say what to do: --data do={' or '.join(DO)}"
@@ -100,18 +100,18 @@ def maintained() -> bool:
                 for host, ours in members.items()
             )
             logger.info("%s: %s", do, names)
-            _begun[key] = True
-        return _begun[key]
+            begun_runs[key] = True
+        return begun_runs[key]
 
 
 def maintain(state: State, host: Host) -> bool:
     """Hosts out of service and back, one after another."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), _asked("why"))
-        return care.run(cast(Do, _asked("do")))
+        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), asked("why"))
+        return care.run(cast(Do, asked("do")))
 
-    return _locked(state, "maintain.py", do)
+    return locked(state, "maintain.py", do)
 
 
 def _cared_for() -> dict[str, list[Member]]:
@@ -142,10 +142,10 @@ def _roll(state: State, mode: Mode) -> bool:
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
         return _below_lock(mode, reached, gateways, lock)
 
-    return _locked(state, f"{mode}.py", do)
+    return locked(state, f"{mode}.py", do)
 
 
-def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
+def locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
     """Do something below the lock of the fleet; False where it failed, with everything said.
 
     pyinfra books the result on the host that carries this call: the lines name the real one.
@@ -168,7 +168,7 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
         logger.error(f"nothing further is changed: {', '.join(failed)} failed earlier in this run")
         return False
     try:
-        if run := _asked("unlock"):
+        if run := asked("unlock"):
             reached.say(unlocked(reached, place, run))
         with Lock(reached, place, holder) as lock:
             return do(reached, gateways, lock)
@@ -178,7 +178,7 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
 
 
 def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
-    if release := _asked("clear"):
+    if release := asked("clear"):
         _clear(reached, release)
     # Somebody else may have changed the fleet since this run looked at it.
     prepared = _prepare(mode, again=True)
@@ -213,7 +213,7 @@ def _stays_refused(mode: Mode, rollout: Rollout) -> bool:
     return mode == "upgrade" and any(one.refused for one, _ in rollout.left)
 
 
-def _asked(key: str) -> str:
+def asked(key: str) -> str:
     """What the operator said by `--data KEY=...`."""
     found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
     return str(found) if found else ""
@@ -350,16 +350,7 @@ def _hold(fleet: Fleet) -> int:
 
 
 def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
-    files = [
-        {
-            "path": file.path,
-            "content": file.content,
-            "mode": oct(file.mode)[2:],
-            "owner": file.owner,
-            "group": file.group,
-        }
-        for file in plan.instance_files[planned.name]
-    ]
+    files = files_of(plan, planned.name)
     return Target(
         standing=one,
         version={**vars(one.wanted), "files": files},
@@ -372,3 +363,17 @@ def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
         drain_seconds=planned.drain_seconds,
         command={"files": files},
     )
+
+
+def files_of(plan: HostPlan, name: str) -> list[dict[str, str]]:
+    """The files that an instance is started with, as hosts are told of them."""
+    return [
+        {
+            "path": file.path,
+            "content": file.content,
+            "mode": oct(file.mode)[2:],
+            "owner": file.owner,
+            "group": file.group,
+        }
+        for file in plan.instance_files[name]
+    ]
