@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_fleet import cost
 from vllm_fleet.bench.report import Spread
 from vllm_fleet.bench.result import Result
 
@@ -33,6 +34,36 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     ):
         files.append(_times(plt, results, what, title, folder / name))
     return files
+
+
+def draw_cost(prices: cost.Prices, path: Path) -> None:
+    """A day's cost over its tokens, own fleet against API. Raises NoPlots."""
+    plt = _matplotlib()
+    even, today = cost.break_even(prices), prices.traffic.tokens_a_day
+    marks = [one for one in (even and even.tokens, even and even.always_from, today) if one]
+    most = 1.6 * max([*marks, 2 * cost.tokens_of_host(prices)])
+    tokens = [most * number / 1000 for number in range(1, 1001)]
+    figure, axes = plt.subplots(figsize=(8, 4.6), dpi=120, layout="constrained")
+    millions = [one / cost.MILLION for one in tokens]
+    axes.plot(millions, [cost.day(prices, one) for one in tokens], color=COLOURS[0],
+              label="own fleet (each step is a host more)")  # fmt: skip
+    axes.plot(millions, [cost.api_price(prices) * one for one in tokens], color=COLOURS[1],
+              label="API")  # fmt: skip
+    if even:
+        axes.plot(even.tokens / cost.MILLION, cost.day(prices, even.tokens), marker="o",
+                  markersize=11, markerfacecolor="none", color="#222222", linestyle="none",
+                  label=f"break-even: {even.tokens / cost.MILLION:,.0f} million a day")  # fmt: skip
+    if today:
+        axes.axvline(today / cost.MILLION, color="#888888", linestyle="--", linewidth=1,
+                     label=f"today: {today / cost.MILLION:,.0f} million")  # fmt: skip
+    axes.set_title("What a day costs", fontsize=10, loc="left")
+    axes.set_xlabel("million tokens a day")
+    axes.set_ylabel(f"{prices.currency} a day")
+    axes.set_xlim(0, most / cost.MILLION)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    _saved(plt, figure, axes, path)
 
 
 def _matplotlib() -> Any:

@@ -27,6 +27,7 @@ from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Lock
+from vllm_fleet.rollout.state import record_of
 from vllm_fleet.rollout.trial import Candidate, Trial
 
 USAGE = (
@@ -120,6 +121,12 @@ def _asked_for() -> tuple[HostPlan, PlannedInstance, Comparison]:
         known = [f"{spec}/{one.name}" for spec, its in made().plans.items() for one in its.wanted]
         raise DeployError(
             f"nothing was changed: no instance {who} takes part; there is {', '.join(known)}"
+        )
+    if plan.state.held:
+        raise DeployError(f"nothing was changed: {host} is held: maintain.py --data do=return")
+    if record_of(plan.state, name).step is not None:
+        raise DeployError(
+            f"nothing was changed: a change of {who} was cut off: run upgrade.py, or rollback.py"
         )
     if planned.model.task != "chat":
         raise DeployError(f"nothing was changed: {who} is no chat model: the load is of chats")

@@ -100,6 +100,7 @@ class Trial:
             pool=self.pool,
             seconds=HOURS_OUT,
             drained=bool(self.drained_before),
+            back=False,
             to={key: self.candidates[0].version[key] for key in ("release", "checksum")},
         )
         now = begun["now"]
