@@ -18,12 +18,14 @@ PROCESSES = 4  # that send; each bears hundreds of streams, and each takes secon
 LAST_LINES = 15
 
 MISSING = (
-    "fleet bench needs GuideLLM, which makes the load; it is not among the packages of fleet "
-    "itself. Install it beside fleet:\n"
-    "    uv venv --python 3.12 .bench\n"
-    "    uv pip install --python .bench/bin/python --torch-backend cpu "
-    "-r requirements-bench.lock\n"
-    "and say --generator .bench/bin/guidellm (or put it on PATH)."
+    "fleet bench needs GuideLLM, which makes the load. It is a program of its own, in an "
+    "environment of its own (1.3 GB with a torch for processors):\n"
+    "    python3.11 -m venv .bench\n"
+    "    .bench/bin/pip install --require-hashes -r requirements-bench.lock\n"
+    "where pip knows PyTorch's index for processors (--extra-index-url); with another Python:\n"
+    "    uv venv .bench && uv pip install --python .bench/bin/python --torch-backend cpu "
+    "guidellm==0.8.1\n"
+    "Then run again here, or say --generator /path/to/guidellm."
 )
 
 
