@@ -13,9 +13,10 @@ from vllm_fleet.bench.report import Level
 from vllm_fleet.bench.result import Result, capacity_table
 
 STYLE = """\
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#222}
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:78rem;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:.6rem 0 1.6rem;font-size:.9rem}
-th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
+.w{overflow-x:auto}
+th,td{padding:.25rem .5rem;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
 th:first-child,td:first-child,td.t,th.t{text-align:left}td.t{white-space:normal}
 img{max-width:100%;margin:.4rem 0}code{background:#f3f3f3;padding:.1rem .3rem}
 .bad{color:#a3202c}
@@ -49,6 +50,20 @@ ENGINE_HEAD = (
     "KV cache at most",
     "waiting at most",
 )
+COMPARED_HEAD = (
+    "configuration",
+    "TTFT p50, 1 stream",
+    "answer p50, 1 stream",
+    "most out tok/s",
+    "at streams",
+    "TTFT p95 there",
+    "knee",
+    "keeps targets",
+    "weights GiB",
+    "KV cache GiB",
+    "KV tokens",
+    "start s",
+)
 CAPACITY_HEAD = ("cards", "model", "use", "asks", "streams", "out tok/s", "TTFT p95", "ITL p95")
 
 
@@ -71,6 +86,31 @@ def level_row(level: Level) -> tuple[str, ...]:
         f"{level.out_per_second:.0f}",
         f"{level.requests_per_second:.2f}",
     )
+
+
+def compared_row(one: Result) -> tuple[str, ...]:
+    """One configuration among several, in words."""
+    alone = min(one.levels, key=lambda level: level.streams)
+    best = max(one.levels, key=lambda level: level.out_per_second)
+    seconds = [one.figures.get(key) for key in ("load_seconds", "warm_seconds")]
+    return (
+        one.name,
+        _ms(alone.first_token.p50) if alone.streams == 1 else "-",
+        _s(alone.whole.p50) if alone.streams == 1 else "-",
+        f"{best.out_per_second:.0f}",
+        str(best.streams),
+        _ms(best.first_token.p95),
+        str(one.bend.level.streams) if one.bend and one.bend.reached else "-",
+        str(one.kept.streams) if one.kept else "none" if one.targets else "-",
+        _number(one.figures.get("weights_gib"), 2),
+        _number(one.figures.get("kv_cache_gib"), 2),
+        _number(one.figures.get("kv_cache_tokens"), 0),
+        _number(sum(known) if (known := [x for x in seconds if x is not None]) else None, 0),
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def capacity_row(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -140,6 +180,9 @@ def html(
         f"<title>Bench of {escape(load.model)}</title><style>{STYLE}</style>",
         f"<h1>Bench of {escape(load.model)}</h1><p>{escape(load.told())}</p>",
     ]
+    if len(results) > 1:
+        parts.append(_table(COMPARED_HEAD, [compared_row(one) for one in results]))
+        parts += [_picture(picture) for picture in pictures]
     for one in results:
         cards = f" on {escape(one.cards)}" if one.cards else ""
         parts.append(f"<h2>{escape(one.name)}{cards}</h2>")
@@ -153,16 +196,18 @@ def html(
                 parts.append(f"<li>{line}{escape(proposal.why)}</li>")
             parts.append("</ul>")
         parts += [f"<p>{escape(note)}</p>" for note in one.notes]
-    for picture in pictures:
-        data = base64.b64encode(picture.read_bytes()).decode()
-        parts.append(
-            f'<p><img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}"></p>'
-        )
+    if len(results) == 1:
+        parts += [_picture(picture) for picture in pictures]
     rows = capacity_table([*others, *(one.as_json() for one in results if not one.load.soak)])
     if rows:
         parts.append("<h2>Capacity of a card group</h2>")
         parts.append(_table(CAPACITY_HEAD, [capacity_row(row) for row in rows], text=4))
     return "\n".join(parts) + "\n"
+
+
+def _picture(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{escape(path.stem)}" src="data:image/png;base64,{data}"></p>'
 
 
 def _engine(one: Result) -> str:
@@ -194,4 +239,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) ->
         )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table><tr>{cells('th', head)}</tr>{body}</table>"
+    return f"<div class=w><table><tr>{cells('th', head)}</tr>{body}</table></div>"

@@ -36,6 +36,7 @@ class Result:
     proposals: Sequence[Proposal] = ()
     findings: Sequence[str] = ()  # of a soak
     notes: Sequence[str] = field(default_factory=list)
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of its start: memory, seconds
 
     @property
     def ok(self) -> bool:
@@ -67,6 +68,7 @@ class Result:
             "proposals": [{"line": one.line, "why": one.why} for one in self.proposals],
             "findings": list(self.findings),
             "notes": list(self.notes),
+            "start": dict(self.figures),
             "ok": self.ok,
         }
 

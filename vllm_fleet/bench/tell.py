@@ -47,6 +47,11 @@ def show(results: list[Result], others: list[dict[str, Any]]) -> None:
             console.print(f"proposed: {line}{proposal.why}", markup=False)
         for note in one.notes:
             console.print(note, markup=False)
+    if len(results) > 1:
+        table = Table(*page.COMPARED_HEAD, box=None, pad_edge=False, header_style="dim")
+        for one in results:
+            table.add_row(*page.compared_row(one))
+        console.print(table)
     rows = capacity_table([*others, *(one.as_json() for one in results if not one.load.soak)])
     if rows:
         table = Table(*page.CAPACITY_HEAD, box=None, pad_edge=False, header_style="dim")

@@ -67,7 +67,7 @@ def _below_lock(reached: Reached, gateways: list[str], lock: Lock) -> bool:
     results: list[Result] = []
     candidates = _candidates(plan, planned, comparison)
 
-    def measured(candidate: Candidate) -> str:
+    def measured(candidate: Candidate, figures: dict[str, Any]) -> str:
         # The connection may have been made anew since the last one.
         target = next(one for one in state.inventory if one.name == plan.spec.name)
         try:
@@ -85,7 +85,7 @@ def _below_lock(reached: Reached, gateways: list[str], lock: Lock) -> bool:
                 )
         except (GeneratorError, ReportError, Failed, OSError) as error:
             return str(error)
-        results.append(result)
+        results.append(replace(result, figures=figures))
         return "" if any(level.answered for level in result.levels) else "nothing was answered"
 
     trial = Trial(

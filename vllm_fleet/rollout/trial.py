@@ -42,7 +42,6 @@ class Tried:
 
     name: str
     why: str = ""
-    start_seconds: float | None = None
 
 
 @dataclass
@@ -59,7 +58,8 @@ class Trial:
     start_seconds: int
     drain_seconds: int
     candidates: Sequence[Candidate]
-    measure: Callable[[Candidate], str]  # why it could not be measured; empty where it was
+    # Why it could not be measured, empty where it was; told what its start was measured with.
+    measure: Callable[[Candidate, Json], str]
     explain: Callable[[str, list[str]], list[str]] = lambda where, lines: []
     tried: list[Tried] = field(default_factory=list)
     drained_before: set[str] = field(default_factory=set)  # gateways where it was out already
@@ -169,11 +169,10 @@ class Trial:
             self.hosts.say(f"{self.id}: {candidate.name}: not measured: {why}")
             self.tried.append(Tried(candidate.name, why))
             return
-        seconds = (found.get("seconds") or {}).get("start")
-        why = self.measure(candidate)
+        why = self.measure(candidate, dict(found.get("figures") or {}))
         if why:
             self.hosts.say(f"{self.id}: {candidate.name}: not measured: {why}")
-        self.tried.append(Tried(candidate.name, why, seconds))
+        self.tried.append(Tried(candidate.name, why))
 
     def _cause(self, since: float) -> str:
         """What its log says of a start that failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,27 @@ def test_the_page_holds_tables_and_pictures_and_no_markup_of_others(tmp_path: Pa
     assert "data:image/png;base64,iVBORw==" in text
     assert "2 x H200" in text
     assert "Knee at 16 streams" in text
+
+
+def test_configurations_are_told_in_one_table() -> None:
+    figures = {
+        "weights_gib": 12.5,
+        "kv_cache_tokens": 64_000,
+        "load_seconds": 30,
+        "warm_seconds": 5,
+    }
+    row = page.compared_row(replace(result("FP8"), figures=figures))
+    told = dict(zip(page.COMPARED_HEAD, row, strict=True))
+    assert told["configuration"] == "FP8"
+    assert (told["most out tok/s"], told["at streams"], told["knee"]) == ("950", "64", "16")
+    assert (told["weights GiB"], told["KV cache GiB"], told["KV tokens"]) == (
+        "12.50",
+        "-",
+        "64,000",
+    )
+    assert told["start s"] == "35"
+    text = page.html([result("one"), result("two")], [])
+    assert text.index("configuration") < text.index("<h2>one")
 
 
 @pytest.mark.parametrize("program", ["/does/not/exist", "no-such-program-here"])

@@ -28,7 +28,7 @@ def candidate(name: str, version: Version) -> Candidate:
 
 def trial(
     hosts: FakeFleet,
-    measure: Callable[[Candidate], str] = lambda one: "",
+    measure: Callable[[Candidate, Any], str] = lambda one, figures: "",
     host: str = "g1",
     **settings: Any,
 ) -> tuple[bool, Trial]:
@@ -60,7 +60,7 @@ def test_each_configuration_is_measured_while_it_runs_alone_and_out_of_the_pool(
     hosts = fleet(gateways=("gw", "gw2"))
     seen = []
 
-    def measure(one: Candidate) -> str:
+    def measure(one: Candidate, figures: Any) -> str:
         runs = hosts.instances["g1/a"].runs
         assert runs is not None
         assert all("g1/a" in drained for drained in hosts.drained.values())
@@ -91,7 +91,7 @@ def test_one_that_does_not_start_is_told_and_the_others_are_measured() -> None:
 
 def test_one_that_cannot_be_measured_is_told() -> None:
     hosts = fleet()
-    good, found = trial(hosts, lambda one: "no answer" if one.name == "fast" else "")
+    good, found = trial(hosts, lambda one, figures: "no answer" if one.name == "fast" else "")
     assert good
     assert [one.why for one in found.tried] == ["no answer", ""]
     assert as_before(hosts)
@@ -144,7 +144,7 @@ def test_an_instance_that_was_drained_by_hand_stays_so() -> None:
 def test_whatever_ends_it_what_served_is_put_back(error: type[BaseException]) -> None:
     hosts = fleet()
 
-    def measure(one: Candidate) -> str:
+    def measure(one: Candidate, figures: Any) -> str:
         raise error
 
     with pytest.raises(error):
