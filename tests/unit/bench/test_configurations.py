@@ -38,6 +38,11 @@ def test_a_file_is_read() -> None:
     assert parse("load: {streams: [3, 9]}\nconfigurations: {a: {}}", "m").load.streams == (3, 9)
 
 
+def test_the_example_of_the_docs_is_one() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs/bench-example.yml").read_text()
+    assert len(parse(text, "glm").configurations) == 4
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
