@@ -18,7 +18,16 @@ from vllm_fleet import paths, release, weights
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.listings import Listing
 from vllm_fleet.render import render
-from vllm_fleet.spec.model import Fleet, HostSettings, HostSpec, Hub, Model, PackageIndex, Proxy
+from vllm_fleet.spec.model import (
+    Fleet,
+    HostSettings,
+    HostSpec,
+    Hub,
+    Model,
+    PackageIndex,
+    Proxy,
+    PythonArchive,
+)
 
 ROOT = f"{paths.OPT}/bundle"
 SETTINGS = f"{paths.ETC}/bundle.json"
@@ -48,8 +57,12 @@ def _pointed(settings: HostSettings, known: Mapping[str, str]) -> HostSettings:
     if gap is None:
         return settings
     url = address_of(known[gap.host], gap.port)
+    archive = settings.python_archive
+    if archive is not None:
+        archive = archive.model_copy(update={"source": f"{url}/{archive_name(archive)}"})
     return settings.model_copy(
         update={
+            "python_archive": archive,
             "package_index": PackageIndex(index_url=f"{url}/simple/"),
             "hub": Hub(endpoint=url, huggingface_endpoint=url, limit_mib=settings.hub.limit_mib),
             "proxy": Proxy(),
@@ -61,6 +74,11 @@ def address_of(address: str, port: int) -> str:
     """URL of a bundle."""
     shown = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
     return f"http://{shown}:{port}"
+
+
+def archive_name(archive: PythonArchive) -> str:
+    """Name of a Python's archive in a bundle."""
+    return f"python/{archive.version}-{archive.sha256[:16]}.tar"
 
 
 def system_of(os: Mapping[str, str], machine: str) -> str:
@@ -131,7 +149,7 @@ def held(
     """Whether the bundle that a host has, by its stamp, is the wanted one and holds all."""
     if stamp.get("source") != source:
         return False
-    for kind in ("locks", "listings"):
+    for kind in ("locks", "listings", "archives"):
         if not set(needs[kind]) <= set(stamp.get(kind) or ()):
             return False
     systems = stamp.get("systems") or {}

@@ -54,6 +54,7 @@ MONITORING_PACKAGES = ("prometheus",)
 
 NODE_EXPORTER = "prometheus-node-exporter.service"
 GRAFANA = "grafana-server.service"
+APT_KEYS = "/etc/apt/keyrings"
 JOURNALD = "systemd-journald.service"
 FIREWALL_GUARD = f"{firewall.GUARD}.timer"
 TLS_PATH = f"{gateway.TLS_UNIT}.path"
@@ -68,6 +69,7 @@ TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf
 LIB_SCRIPTS = (
     "tools.py",
     "release.py",
+    "interpreter.py",
     "weights.py",
     "hub.py",
     "peers.py",
@@ -254,7 +256,9 @@ def bundled_packages() -> tuple[str, ...]:
                 *GATEWAY_PACKAGES,
                 *keepalived.PACKAGES,
                 *MONITORING_PACKAGES,
+                *alertmanager.PACKAGES,
                 *firewall.PACKAGES,
+                *gateway.ACME_PACKAGES,
             }
         )
     )
@@ -471,11 +475,14 @@ def _with_bundle(
     gap = plan.spec.settings.air_gapped
     if gap is None or not airgap.serves(plan.spec):
         return plan
-    needs: dict[str, dict[str, str]] = {"locks": {}, "listings": {}}
+    needs: dict[str, dict[str, str]] = {"locks": {}, "listings": {}, "archives": {}}
     systems: dict[str, list[str]] = {}
     for spec in fleet.hosts:
         if spec.settings.air_gapped is None:
             continue
+        archive = spec.settings.python_archive
+        if archive is not None and "gpu" in spec.groups:
+            needs["archives"][archive.sha256] = f"of Python {archive.version}"
         for one in spec.instances if "gpu" in spec.groups else ():
             version = version_of(spec, one)
             text = inputs.lock(spec, version)
@@ -674,7 +681,8 @@ def _host_plan(
         files += boards
         if settings.monitoring.grafana:
             packages.add("grafana")
-            files += _grafana_source(settings.monitoring.grafana, inputs)
+            if settings.air_gapped is None:  # else the bundle has it
+                files += _grafana_source(settings.monitoring.grafana, inputs)
             monitoring_services.append(_service(GRAFANA, restarts=boards))
         else:
             notices.append(
@@ -787,7 +795,7 @@ def _grafana_source(settings: Grafana, inputs: Inputs) -> list[ManagedFile]:
     ]
     if settings.key_file:
         name = settings.key_file.rpartition("/")[2]
-        files.append(ManagedFile(f"/etc/apt/keyrings/{name}", inputs.apt_keys[settings.key_file]))
+        files.append(ManagedFile(f"{APT_KEYS}/{name}", inputs.apt_keys[settings.key_file]))
     return files
 
 

@@ -67,10 +67,12 @@ def bundle(
 
     try:
         wanted = making.Wanted(
-            locks=making.locks_of(fleet, python),
+            locks=making.locks_of(fleet, python, named),
             models=() if no_weights else making.models_of(fleet, say),
             systems=tuple(named),
             pip=tuple(pip),
+            archives=making.archives_of(fleet),
+            sources=making.sources_of(fleet),
         )
         manifest = making.make(wanted, Path(directory), root, say)
     except (making.BundleError, Refusal, SpecError, OSError) as error:

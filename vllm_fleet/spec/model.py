@@ -851,6 +851,31 @@ class Rollout(Settings):
     )
 
 
+class PythonArchive(Settings):
+    """A relocatable Python that releases are made with, where the hosts' own does not suit."""
+
+    source: Annotated[
+        str,
+        Field(pattern=r"^(https?://|/)[^\s]+$"),
+        Wants('a URL, or an absolute path such as "/srv/cpython-3.12-install_only.tar.gz"'),
+    ] = Field(
+        description="Where the archive is: a URL, or a path on each host. A .tar.gz, .tar.xz or "
+        ".tar.bz2 with bin/python3, such as an install_only build of python-build-standalone.",
+        examples=[
+            "https://mirror.lan/cpython-3.12.11-x86_64-unknown-linux-gnu-install_only.tar.gz"
+        ],
+    )
+    sha256: Annotated[
+        str, Field(pattern=r"^[0-9a-f]{64}$"), Wants("a sha256: 64 hex digits, lower case")
+    ] = Field(
+        description="sha256 of the archive; another one is refused.",
+        examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"],
+    )
+    version: Annotated[
+        str, Field(pattern=r"^3\.\d+$"), Wants('a version such as "3.12", in quotes')
+    ] = Field(description="Python in the archive.", examples=["3.12"])
+
+
 class HostSettings(Settings):
     """Every top-level key of group_vars, as one host has it after merging."""
 
@@ -890,6 +915,11 @@ class HostSettings(Settings):
     )
     python: OneLine = Field(
         "python3", description="Interpreter that releases are made with.", examples=["python3.12"]
+    )
+    python_archive: PythonArchive | None = Field(
+        None,
+        description="Python for releases from an archive, in place of `python`; null: the "
+        "hosts' own. Releases that stand keep theirs.",
     )
     package_index: PackageIndex = Field(
         default_factory=PackageIndex, description="Where Python packages come from."

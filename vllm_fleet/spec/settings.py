@@ -25,6 +25,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "models",
             "python",
+            "python_archive",
             "package_index",
             "package_cache",
             "proxy",

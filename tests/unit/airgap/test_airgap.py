@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import airgap, release
+from vllm_fleet.onhost import bundle as onhost
 from vllm_fleet.operations import host
 from vllm_fleet.plan import TOOLS_LOCK, HostPlan, plan_fleet
 from vllm_fleet.spec.addresses import resolved
@@ -70,6 +71,38 @@ def test_everything_comes_from_the_bundle(tmp_path: Path) -> None:
     texts += json.dumps(gpu.tools.order)
     asked = re.findall(r"https?://[^/\"'\s]+", texts.replace(TOOLS_LOCK, ""))
     assert set(asked) == {URL}
+
+
+def test_python_and_grafana_come_from_the_bundle_too(tmp_path: Path) -> None:
+    pinned(tmp_path)
+    more = (
+        "python_archive: {source: 'https://mirror.example/py.tar.gz', version: '3.12', "
+        f"sha256: {'ab' * 32}}}\n"
+        "monitoring: {grafana: {apt_source: 'deb https://mirror.example stable main'}}\n"
+    )
+    found = resolved(fleet(tmp_path, all=ALL + GAP + more))
+    plans_ = plan_fleet(found, states(found), read_inputs(found))
+    archive = plans_["gpu-1"].releases[0].order["python_archive"]
+    assert archive["source"] == f"{URL}/python/3.12-{'ab' * 8}.tar"  # type: ignore[index]
+    texts = {file.path: file.content for plan in plans_.values() for file in plan.files}
+    assert not [path for path, text in texts.items() if "mirror.example" in str(text)]
+    serving = next(plan for plan in plans_.values() if plan.bundle is not None)
+    assert serving.bundle is not None
+    needs = serving.bundle.order["needs"]
+    assert needs["archives"] == {"ab" * 32: "of Python 3.12"}  # type: ignore[index]
+    assert "grafana" in plans_["gw-1"].packages
+    held = {"locks": [], "models": [], "archives": [], "systems": {"debian-12-amd64": ["nginx"]}}
+    lacking = onhost.lacking(held, needs)  # type: ignore[arg-type]
+    assert "archive of Python 3.12" in lacking
+    assert "Debian package grafana for debian-12-amd64" in lacking
+
+
+def test_a_bundle_for_another_system_is_refused_with_what_to_add() -> None:
+    held = {"locks": [], "models": [], "systems": {"debian-12-amd64": ["nginx"]}}
+    (text,) = onhost.lacking(held, {"systems": {"ubuntu-24.04-amd64": ["nginx"]}})
+    assert "Debian packages for ubuntu-24.04-amd64" in text
+    assert "it has those for debian-12-amd64" in text
+    assert "--system ubuntu-24.04-amd64=FILE" in text
 
 
 def test_variants_name_no_public_index(tmp_path: Path) -> None:
@@ -156,10 +189,6 @@ def test_a_host_without_a_lock_and_models_without_listings(tmp_path: Path) -> No
         ("hub: {endpoint: 'http://x'}\n", "hub.endpoint"),
         ("hub: {huggingface_endpoint: 'http://x'}\n", "hub.huggingface_endpoint"),
         ("proxy: {https: 'http://x:3128'}\n", "proxy.https"),
-        (
-            "monitoring: {grafana: {apt_source: 'deb http://x stable main'}}\n",
-            "monitoring.grafana.apt_source",
-        ),
         (
             "gateway: {listen: 443, tls: {acme: {email: a@b.example, domains: [a.example]}}}\n",
             "gateway.tls.acme",
