@@ -559,6 +559,7 @@ def _debian(
         "APT::Architectures": system.architecture,
         "APT::Get::AllowUnauthenticated": "false",
         "APT::Keep-Downloaded-Packages": "true",
+        "APT::Update::Error-Mode": "any",  # else the lists of an earlier run would do
         "APT::Sandbox::User": "root",
         "Acquire::Languages": "none",
         "Debug::NoLocking": "true",

@@ -13,6 +13,7 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -113,7 +114,7 @@ class _Cuts(http.server.BaseHTTPRequestHandler):
 
     data = b""
     cuts = 0
-    ranges: list[str | None] = []
+    ranges: ClassVar[list[str | None]] = []
     sent = 0
 
     def do_GET(self) -> None:
