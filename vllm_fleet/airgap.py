@@ -86,6 +86,19 @@ def system_of(os: Mapping[str, str], machine: str) -> str:
     return f"{os['id']}-{os['version']}-{ARCHITECTURES.get(machine, machine)}"
 
 
+def packages_lock(system: str) -> str:
+    """Where the checksum of a system's list of packages is, beside group_vars."""
+    return f"locks/apt-{system}.txt"
+
+
+def packages_text(system: str, checksum: str) -> str:
+    """What stands there."""
+    return (
+        f"# Debian packages of the bundle for {system}: sha256 of their list, which has those of "
+        f"the packages.\n# Made by `fleet bundle`; commit it.\n{checksum}\n"
+    )
+
+
 def sources(spec: HostSpec, system: str) -> list[ManagedFile]:
     """apt's only source on a host without internet, used by our own runs of apt alone."""
     gap = spec.settings.air_gapped
@@ -93,7 +106,7 @@ def sources(spec: HostSpec, system: str) -> list[ManagedFile]:
     if gap is None or index is None:
         return []
     url = index.removesuffix("/simple/")
-    # Its own mark of trust: the files were compared with the manifest on the host that serves.
+    # Its own mark of trust: apt's list is compared with the checksum beside group_vars.
     return [
         ManagedFile(SOURCES, f"# {paths.MARK}\ndeb [trusted=yes] {url}/apt/{system}/ ./\n"),
     ]
@@ -149,7 +162,7 @@ def held(
     """Whether the bundle that a host has, by its stamp, is the wanted one and holds all."""
     if stamp.get("source") != source:
         return False
-    for kind in ("locks", "listings", "archives"):
+    for kind in ("locks", "listings", "archives", "packages"):
         if not set(needs[kind]) <= set(stamp.get(kind) or ()):
             return False
     systems = stamp.get("systems") or {}

@@ -309,6 +309,13 @@ def make(wanted: Wanted, folder: Path, root: Path, say: Say) -> dict[str, Any]:
     return manifest
 
 
+def lists_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(path beside group_vars, text) of the checksums of a bundle's lists of packages."""
+    for system in manifest["systems"]:
+        checksum = manifest["files"][f"apt/{system}/Packages"]["sha256"]
+        yield airgap.packages_lock(system), airgap.packages_text(system, checksum)
+
+
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))

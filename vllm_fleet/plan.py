@@ -177,6 +177,7 @@ class HostPlan:
     instance_files: Mapping[str, tuple[ManagedFile, ...]] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
     bundle: BundleTake | None = None
+    apt_list: str = ""  # sha256 of the bundle's list of Debian packages
     bundle_services: tuple[Service, ...] = ()
     firewall_services: tuple[Service, ...] = ()
     acme: AcmeFetch | None = None
@@ -363,9 +364,22 @@ def plan_fleet(
     plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
     for plan in plans.values():
         reasons += room.refusals(plan)
+        reasons += _unlisted(plan)
     if reasons:
         raise Refusal(reasons)
     return fanout.arranged(plans)
+
+
+def _unlisted(plan: HostPlan) -> list[str]:
+    """Debian packages from a bundle whose list has no checksum beside group_vars."""
+    if plan.spec.settings.air_gapped is None or plan.apt_list or not plan.missing_packages:
+        return []
+    system = airgap.system_of(plan.state.os, plan.state.arch)
+    return [
+        f"{plan.spec.name}: runs {system}, and {airgap.packages_lock(system)} is not beside "
+        f"group_vars, or holds no checksum: `fleet bundle` with --system {system} writes it, with "
+        "the bundle that belongs to it; commit it"
+    ]
 
 
 def placement_of(plans: Mapping[str, HostPlan], inputs: Inputs) -> dict[Key, Placed] | None:
@@ -475,7 +489,9 @@ def _with_bundle(
     gap = plan.spec.settings.air_gapped
     if gap is None or not airgap.serves(plan.spec):
         return plan
-    needs: dict[str, dict[str, str]] = {"locks": {}, "listings": {}, "archives": {}}
+    needs: dict[str, dict[str, str]] = {
+        kind: {} for kind in ("locks", "listings", "archives", "packages")
+    }
     systems: dict[str, list[str]] = {}
     for spec in fleet.hosts:
         if spec.settings.air_gapped is None:
@@ -498,6 +514,9 @@ def _with_bundle(
             continue
         system = airgap.system_of(other.state.os, other.state.arch)
         systems[system] = sorted({*systems.get(system, []), *other.packages})
+        if other.apt_list:
+            path = airgap.packages_lock(system)
+            needs["packages"][other.apt_list] = f"of {path} (another `fleet bundle` run wrote it)"
         if other.tools is not None:
             key, name = airgap.tools_key(TOOLS_LOCK, other.state.python)
             needs["locks"][key] = name
@@ -534,8 +553,11 @@ def _host_plan(
     notices = view.notices
     acme: AcmeFetch | None = None
     bundle_services: list[Service] = []
+    apt_list = ""
     if settings.air_gapped is not None:
-        files += airgap.sources(spec, airgap.system_of(state.os, state.arch))
+        system = airgap.system_of(state.os, state.arch)
+        files += airgap.sources(spec, system)
+        apt_list = inputs.packages_lists.get(system, "")
     if airgap.serves(spec):
         serving = airgap.files(
             spec, [a for h in fleet.hosts for a in firewall.all_addresses(h, states.get(h.name))]
@@ -704,6 +726,7 @@ def _host_plan(
         spec=spec,
         state=state,
         packages=tuple(sorted(packages)),
+        apt_list=apt_list,
         tools=_tools(spec, state) if releases else None,
         files=tuple(files),
         releases=tuple(releases.values()),

@@ -13,7 +13,7 @@ from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import airgap, release
 from vllm_fleet.onhost import bundle as onhost
 from vllm_fleet.operations import host
-from vllm_fleet.plan import TOOLS_LOCK, HostPlan, plan_fleet
+from vllm_fleet.plan import TOOLS_LOCK, HostPlan, Refusal, plan_fleet
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import read_inputs
@@ -21,6 +21,13 @@ from vllm_fleet.spec.inputs import read_inputs
 GAP = 'vllm_lock: "locks/{version}.txt"\nair_gapped: {bundle: /srv/bundle, host: gw-1}\n'
 LOCK = f"vllm==0.32.0 \\\n    --hash=sha256:{'0' * 64}\n"
 URL = "http://10.0.0.9:8996"
+HELD: dict[str, Any] = {
+    "locks": [],
+    "models": [],
+    "archives": [],
+    "systems": {"debian-12-amd64": ["nginx"]},
+    "files": {},
+}
 MODELS = {
     "glm": ("ZhipuAI/GLM-4-9B-0414", "v1"),
     "qwen": ("Qwen/Qwen3-8B", "v2"),
@@ -32,6 +39,7 @@ def pinned(root: Path) -> None:
     for folder in ("locks", "listings"):
         (root / folder).mkdir(exist_ok=True)
     (root / "locks/0.32.0.txt").write_text(LOCK)
+    (root / "locks/apt-debian-12-amd64.txt").write_text(f"# sha256\n{'d' * 64}\n")
     for name, (repo, revision) in MODELS.items():
         listing = {
             "source": "modelscope",
@@ -91,18 +99,27 @@ def test_python_and_grafana_come_from_the_bundle_too(tmp_path: Path) -> None:
     needs = serving.bundle.order["needs"]
     assert needs["archives"] == {"ab" * 32: "of Python 3.12"}  # type: ignore[index]
     assert "grafana" in plans_["gw-1"].packages
-    held = {"locks": [], "models": [], "archives": [], "systems": {"debian-12-amd64": ["nginx"]}}
-    lacking = onhost.lacking(held, needs)  # type: ignore[arg-type]
+    lacking = onhost.lacking(HELD, needs)  # type: ignore[arg-type]
     assert "archive of Python 3.12" in lacking
     assert "Debian package grafana for debian-12-amd64" in lacking
+    assert any(one.startswith("packages of locks/apt-debian-12-amd64.txt") for one in lacking)
 
 
 def test_a_bundle_for_another_system_is_refused_with_what_to_add() -> None:
-    held = {"locks": [], "models": [], "systems": {"debian-12-amd64": ["nginx"]}}
-    (text,) = onhost.lacking(held, {"systems": {"ubuntu-24.04-amd64": ["nginx"]}})
+    (text,) = onhost.lacking(HELD, {"systems": {"ubuntu-24.04-amd64": ["nginx"]}})
     assert "Debian packages for ubuntu-24.04-amd64" in text
     assert "it has those for debian-12-amd64" in text
     assert "--system ubuntu-24.04-amd64=FILE" in text
+
+
+def test_packages_without_a_checksum_of_their_list_are_refused(tmp_path: Path) -> None:
+    pinned(tmp_path)
+    (tmp_path / "locks/apt-debian-12-amd64.txt").write_text("# cut off\n")
+    found = resolved(fleet(tmp_path, all=ALL + GAP))
+    with pytest.raises(Refusal) as refused:
+        plan_fleet(found, states(found, packages=[]), read_inputs(found))
+    assert "gpu-1: runs debian-12-amd64, and locks/apt-debian-12-amd64.txt" in str(refused.value)
+    assert "`fleet bundle`" in str(refused.value)
 
 
 def test_variants_name_no_public_index(tmp_path: Path) -> None:
@@ -143,6 +160,7 @@ def test_what_the_bundle_must_hold(tmp_path: Path) -> None:
         "source": "/srv/bundle",
         "locks": list(needs["locks"]),
         "listings": list(needs["listings"]),
+        "packages": list(needs["packages"]),
         "systems": needs["systems"],
     }
     again = plans(tmp_path, gw_1={"bundle": stamp, "units": {airgap.UNIT: unit()}})["gw-1"].bundle

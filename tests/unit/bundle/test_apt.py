@@ -80,12 +80,22 @@ def test_packages_come_with_what_they_need_and_apt_takes_them(mirror: Path, tmp_
             'APT::Sandbox::User "root";\nAPT::Architecture "amd64";\nDebug::NoLocking "1";\n'
             'APT::Get::Download-Only "1";\nAcquire::http::Proxy "http://192.0.2.1:3128";\n'
         )
-        command = host._from_bundle(("one",)).replace(airgap.SOURCES, str(listed))
-        command = command.replace(airgap.APT_STATE, str(tmp_path / "state"))
-        done = subprocess.run(
-            ["sh", "-c", command], env={**os.environ, "APT_CONFIG": str(config)},
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        ((path, text),) = bundle.lists_of(manifest)
+        assert path == "locks/apt-debian-12-amd64.txt"
+
+        def install(checksum: str) -> subprocess.CompletedProcess[str]:
+            command = host._from_bundle(("one",), checksum).replace(airgap.SOURCES, str(listed))
+            command = command.replace(airgap.APT_STATE, str(tmp_path / "state"))
+            return subprocess.run(
+                ["sh", "-c", command], env={**os.environ, "APT_CONFIG": str(config)},
+                capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+
+        done = install("0" * 64)  # as if somebody else's packages were served there
+        assert done.returncode != 0
+        assert "are not those of locks/apt-*.txt" in done.stderr
+        assert not list((tmp_path / "archives").glob("*.deb"))
+        done = install(text.splitlines()[-1])
         assert done.returncode == 0, done.stdout + done.stderr
         got = {path.name for path in (tmp_path / "archives").glob("*.deb")}
         assert got == {"one_1.0_all.deb", "libtwo++_1%3a2.1~rc1+b1_all.deb"}
