@@ -166,11 +166,13 @@ def test_what_the_bundle_must_hold(tmp_path: Path) -> None:
     again = plans(tmp_path, gw_1={"bundle": stamp, "units": {airgap.UNIT: unit()}})["gw-1"].bundle
     assert again is not None
     assert again.held
-    for key in ("locks", "listings"):
+    for key in ("locks", "listings", "packages"):
         less = plans(tmp_path, gw_1={"bundle": {**stamp, key: stamp[key][1:]}})["gw-1"].bundle
         assert less is not None
         assert not less.held
     ubuntu = {"id": "ubuntu", "version": "24.04", "name": "Ubuntu 24.04"}
+    pinned(tmp_path)
+    (tmp_path / "locks/apt-ubuntu-24.04-amd64.txt").write_text(f"{'e' * 64}\n")
     other = plans(tmp_path, gw_1={"bundle": stamp}, gpu_2={"os": ubuntu})
     assert other["gw-1"].bundle is not None
     assert not other["gw-1"].bundle.held
