@@ -157,6 +157,8 @@ def site(
     with hub.running(root, f"{address}:0") as endpoint:
         name = f"m{abs(hash(request.node.name))}"
         yield Site(made, root, endpoint, wheels, wheels / "python.tar.gz", address, name)
+        for host in made:  # else the next test links these files
+            host.sh(f"rm -rf {MODELS}")
 
 
 # -- one host
