@@ -871,9 +871,9 @@ class PythonArchive(Settings):
         description="sha256 of the archive; another one is refused.",
         examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"],
     )
-    version: Annotated[
-        str, Field(pattern=r"^3\.\d+$"), Wants('a version such as "3.12", in quotes')
-    ] = Field(description="Python in the archive.", examples=["3.12"])
+    version: Annotated[str, Field(pattern=r"^3\.\d+$"), Wants('a version such as "3.12"')] = Field(
+        description="Python in the archive.", examples=["3.12"]
+    )
 
 
 class HostSettings(Settings):
