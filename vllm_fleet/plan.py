@@ -36,6 +36,7 @@ from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
+from vllm_fleet.model_options import given_options
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
@@ -427,7 +428,7 @@ def _instance(
         release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**sized.args, **model.vllm_args, **one.vllm_args},
+        args={**sized.args, **given_options(one.model, model, one)},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,

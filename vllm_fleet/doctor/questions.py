@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from vllm_fleet import engine, gateway, monitoring, watch, weights
+from vllm_fleet.model_options import given_options
 from vllm_fleet.spec.inputs import Inputs
 from vllm_fleet.spec.model import ApiKey, Fleet, HostSpec
 
@@ -116,5 +117,5 @@ def served_names(fleet: Fleet) -> dict[str, set[str]]:
         for one in host.instances:
             model = host.settings.models[one.model]
             names = found.setdefault(one.model, {one.model, *model.aliases})
-            names |= engine.lora_names({**model.vllm_args, **one.vllm_args})
+            names |= engine.lora_names(given_options(one.model, model, one))
     return found
