@@ -114,6 +114,8 @@ def _options(
         text = error.problem + (
             f"; write {_as_yaml(error.instead, version)}" if error.instead else ""
         )
+        if owner in settings:
+            text = f"option `{owner}` of it: {text}"
         found.say(place, text, at_key=True)
 
 
