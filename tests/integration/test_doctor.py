@@ -304,7 +304,7 @@ def test_every_planted_fault_is_named_and_its_remedy_mends_it(fleet: Fleet) -> N
     ]
     for name, wanted in {
         "expired key": ("doc-gw", None, "key-expired"),
-        "certificate ends": ("doc-gw", None, "certificate-expires"),
+        "certificate ends": ("doc-gw", None, "certificate-expires-soon"),
         "settings not deployed": ("doc-gw", None, "not-deployed"),
     }.items():
         lacking += [name] if wanted not in found else []

@@ -187,15 +187,6 @@ ENTRIES = (
         "Start and enable it; `journalctl -u UNIT -n 50` says why it ended.",
     ),
     Entry(
-        "certificate-expires",
-        "critical",
-        "certificates",
-        "The certificate that clients are shown has ended, or ends within two weeks (then a "
-        "warning).",
-        "Renew it and deploy; on the host's own files the reload follows by itself; with ACME "
-        "`certbot renew` on the gateway says why it was not renewed.",
-    ),
-    Entry(
         "not-looked-at",
         "critical",
         "hosts",
@@ -295,10 +286,10 @@ ENTRIES = (
         "`maintain.py --data do=return` brings it back.",
     ),
     Entry(
-        "instance-not-ready",
+        "instance-starting",
         "warning",
         "instances",
-        "An instance is starting, stopping or not warm, so it gets no requests.",
+        "An instance is starting or stopping, so it gets no requests.",
         "`journalctl -fu vllm@NAME`: the warm-up prints what it waits for.",
     ),
     Entry(
@@ -387,13 +378,6 @@ ENTRIES = (
         "deploy delete what is old.",
     ),
     Entry(
-        "clock-unfollowed",
-        "info",
-        "clock",
-        "The clock of this host follows no other.",
-        "Enable systemd-timesyncd or chrony: keys expire and certificates hold by the clock.",
-    ),
-    Entry(
         "little-room",
         "info",
         "exam",
@@ -431,8 +415,12 @@ SHARED: dict[str, tuple[Level, Area]] = {
     "infiniband-down": ("warning", "exam"),
     "iommu-faults": ("warning", "exam"),
     "group-memory-uneven": ("warning", "exam"),
+    "instance-not-ready": ("critical", "instances"),
+    "certificate-expires": ("critical", "certificates"),
+    "certificate-expires-soon": ("warning", "certificates"),
     "disk-full": ("critical", "disk"),
     "clock-off": ("warning", "clock"),
+    "clock-unsynchronised": ("info", "clock"),
 }
 
 

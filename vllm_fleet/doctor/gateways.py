@@ -11,7 +11,7 @@ from vllm_fleet.doctor.case import Case, Finding, Json
 from vllm_fleet.doctor.questions import served_names
 from vllm_fleet.spec.model import HostSpec
 
-SOON = timedelta(days=14)
+SOON, NOW = timedelta(days=14), timedelta(days=2)
 
 
 def findings(case: Case) -> Iterator[Finding]:
@@ -195,11 +195,10 @@ def _certificate(case: Case, spec: HostSpec, seen: Json) -> Iterator[Finding]:
     else:
         note = f"renew {tls.certificate} and its key first"
     yield Finding(
-        "certificate-expires",
+        "certificate-expires" if left < NOW else "certificate-expires-soon",
         spec.name,
         f"the certificate that clients are shown {text}",
         f"{shown.subject.rfc4514_string()}, until {day}",
         commands,
         note,
-        level=None if left <= timedelta(0) else "warning",
     )

@@ -246,12 +246,18 @@ def _instance_unit(case: Case, spec: HostSpec, state: HostState, name: str) -> I
             instance=name,
         )
     elif now != "active" or not state.instances.get(name, {}).get("ready"):
-        doing = {"activating": "starting", "deactivating": "stopping"}.get(now, "not warm")
+        seen = f"systemctl: {now}/{fields.get('SubState', '?')}"
+        if now == "active":
+            text = "it runs and is not ready: nobody sends it anything"
+            remedy = (case.ssh(spec.name, f"systemctl restart {unit}"),)
+            yield Finding("instance-not-ready", spec.name, text, seen, remedy, instance=name)
+            return
+        doing = "stopping" if now == "deactivating" else "starting"
         yield Finding(
-            "instance-not-ready",
+            "instance-starting",
             spec.name,
             f"it is {doing} and gets no requests",
-            f"systemctl: {now}/{fields.get('SubState', '?')}",
+            seen,
             (case.ssh(spec.name, f"journalctl -u {unit} -n 50 --no-pager"),),
             instance=name,
         )
@@ -326,7 +332,7 @@ def _clocks(case: Case) -> Iterator[Finding]:
             )
         elif case.answer(name).get("synchronised") is False:
             yield Finding(
-                "clock-unfollowed",
+                "clock-unsynchronised",
                 name,
                 "its clock follows no other",
                 "timedatectl: NTPSynchronized=no",
