@@ -31,7 +31,16 @@ def diagnose(case: Case) -> list[Finding]:
         unreached = finding.host in case.failures and finding.id == "host-down"
         return unreached, level, places.get(finding.id, len(places)), place
 
-    return sorted(dict.fromkeys(found), key=rank)
+    return sorted(_once(found), key=rank)
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    """Each once: a port that is blocked is met by gateways, Prometheus and the host itself."""
+    found: dict[object, Finding] = {}
+    for one in findings:
+        same = (one.id, one.host, one.remedy) if one.id == "port-blocked" else one
+        found.setdefault(same, one)
+    return list(found.values())
 
 
 def report(case: Case, findings: list[Finding]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vllm_fleet.spec.model import HostSpec
 from vllm_fleet.state import HostState, Process
 
 CLOCK_SECONDS = 2.0
-DISK_SHORT, DISK_FULL = 0.10, 0.03
+DISK_SHORT, DISK_FULL = 0.05, 0.03  # the alert disk-full begins at the first
 FULL_MIB = 512  # less than this is full, whatever the size
 INODES_SHORT = 0.05
 UNEVEN_MIB = 1024  # memory in use of like cards of one instance
@@ -47,13 +47,18 @@ def findings(case: Case) -> Iterator[Finding]:
     """Everything about the hosts themselves."""
     for name, why in case.failures.items():
         yield Finding(
-            "host-down", name, f"not looked at: {why}", remedy=(case.ssh(name, "uptime"),)
+            "host-down",
+            name,
+            "not looked at: nothing is known of it",
+            why,
+            (case.ssh(name, "uptime"),),
         )
     for name, why in case.silent.items():
         yield Finding(
             "not-looked-at",
             name,
-            f"gave its state and no more: {why}",
+            "gave its state and no more",
+            why,
             remedy=(case.ssh(name, "dmesg | tail -n 50"),),
         )
     plans, _ = case.planned
@@ -95,7 +100,8 @@ def _exam(case: Case, spec: HostSpec, state: HostState) -> Iterator[Finding]:
             found,
             spec.name,
             verdict.detail,
-            remedy=commands,
+            f"exam of its {verdict.what}",
+            commands,
             note=note,
             level=None if verdict.level == "refused" or found == "little-room" else "warning",
         )
@@ -145,7 +151,7 @@ def _units(case: Case, spec: HostSpec, state: HostState, plan: HostPlan) -> Iter
     )
     reload_told = False
     for service in services:
-        yield from _service(case, spec, state, service)
+        yield from _service(case, spec, state, service, current=not plan.changed_files)
     for one in plan.instances:
         kept = plan.kept.get(one.name)
         if not state.held and not (kept and not kept.startable):
@@ -164,10 +170,13 @@ def _units(case: Case, spec: HostSpec, state: HostState, plan: HostPlan) -> Iter
         who, why = state.held.get("who"), state.held.get("why")
         command = f"pyinfra {case.inventory} maintain.py --limit {spec.name} --data do=return"
         text = f"held by {who}{f' ({why})' if why else ''}"
-        yield Finding("host-held", spec.name, text, remedy=(command,))
+        yield Finding("host-held", spec.name, text, "/var/lib/vllm/_rollout/held.json", (command,))
 
 
-def _service(case: Case, spec: HostSpec, state: HostState, service: Service) -> Iterator[Finding]:
+def _service(
+    case: Case, spec: HostSpec, state: HostState, service: Service, current: bool
+) -> Iterator[Finding]:
+    """One daemon; ``current``: the files on disk are the plan's."""
     unit = service.unit
     fields = state.units.get(unit)
     if fields is None:
@@ -200,7 +209,7 @@ def _service(case: Case, spec: HostSpec, state: HostState, service: Service) -> 
             f"systemctl: {fields.get('UnitFileState') or 'not enabled'}",
             (case.ssh(spec.name, f"systemctl enable {unit}"),),
         )
-    else:
+    elif current:
         read = state.loaded.get(unit, "").partition(":")
         if (service.restarts and read[0] != service.restarts) or (
             service.reloads and read[2] != service.reloads
@@ -249,8 +258,8 @@ def _instance_unit(case: Case, spec: HostSpec, state: HostState, name: str) -> I
         seen = f"systemctl: {now}/{fields.get('SubState', '?')}"
         if now == "active":
             text = "it runs and is not ready: nobody sends it anything"
-            remedy = (case.ssh(spec.name, f"systemctl restart {unit}"),)
-            yield Finding("instance-not-ready", spec.name, text, seen, remedy, instance=name)
+            restart = case.ssh(spec.name, f"systemctl restart {unit}")
+            yield Finding("instance-not-ready", spec.name, text, seen, (restart,), instance=name)
             return
         doing = "stopping" if now == "deactivating" else "starting"
         yield Finding(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from vllm_fleet import paths, weights
 from vllm_fleet.causes import Rank, last_error, match
 from vllm_fleet.doctor.case import Case, Finding, Json
+from vllm_fleet.doctor.gateways import blocked
 from vllm_fleet.doctor.questions import served_names
 from vllm_fleet.spec.model import HostSpec, Instance
 from vllm_fleet.state import HostState
@@ -82,6 +83,10 @@ def _answers(case: Case, spec: HostSpec, one: Instance, seen: Json) -> Iterator[
     log = case.ssh(spec.name, f"journalctl -u vllm@{one.name} -n 400 --no-pager")
     if seen.get("why") or (answer and not answer["ok"]):
         why = seen.get("why") or answer["why"]
+        rules = case.answer(spec.name).get("blocking") or ()
+        if any(rule["port"] == one.port for rule in rules) and "time" in why:
+            yield blocked(case, spec.name, one.port, "its own host", f"it: {why}", one.name)
+            return
         known = match(why)
         yield Finding(
             "answers-fail",
@@ -150,12 +155,14 @@ def _weights(case: Case, spec: HostSpec, state: HostState, stamps: Json) -> Iter
                 _files(wanted.directory, found["changed"]),
                 (*mend, restart),
             )
-        if found["wrong"]:
+        told_already = {name for name, _ in found["changed"]}
+        wrong = [name for name in found["wrong"] if name not in told_already]
+        if wrong:
             yield Finding(
                 "weights-differ",
                 spec.name,
                 f"weights of {one.model} are not the bytes that were verified",
-                _files(wanted.directory, [[n, "has another sha256"] for n in found["wrong"]]),
+                _files(wanted.directory, [[n, "has another sha256"] for n in wrong]),
                 (*mend, restart),
             )
 

@@ -20,7 +20,7 @@ def findings(case: Case) -> Iterator[Finding]:
     plans, reasons = case.planned
     for reason in reasons:
         host = reason.partition(":")[0]
-        yield Finding("plan-refused", host, reason)
+        yield Finding("plan-refused", host, reason, "from the plan that deploy.py would make")
     for spec, state in case.looked_at:
         yield from _edited(case, spec, state)
         if spec.name in plans:
@@ -60,7 +60,8 @@ def _not_deployed(
     files = [f.path for f in plan.changed_files if f.path not in by_hand]
     if spec.instances and not state.instances and not state.manifest:
         text = "nothing was deployed to it yet"
-        yield Finding("not-deployed", spec.name, text, remedy=(case.deploy(spec.name),))
+        seen_none = "it has no file of ours"
+        yield Finding("not-deployed", spec.name, text, seen_none, (case.deploy(spec.name),))
         return
     seen = [
         *(f"package {name} is missing" for name in plan.missing_packages),
@@ -85,7 +86,10 @@ def _not_deployed(
     for name, kept in plan.kept.items():
         if not state.held and record_of(state, name).step is None:
             command = f"pyinfra {case.inventory} upgrade.py"
-            yield Finding("release-differs", spec.name, kept.why, remedy=(command,), instance=name)
+            seen_now = f"runs {kept.release or 'nothing'}"
+            yield Finding(
+                "release-differs", spec.name, kept.why, seen_now, (command,), instance=name
+            )
 
 
 def _unsure(case: Case, spec: HostSpec) -> bool:
@@ -108,6 +112,7 @@ def _cut_off(case: Case, spec: HostSpec, state: HostState) -> Iterator[Finding]:
                 "change-cut-off",
                 spec.name,
                 f"a change to {record.cut_off.release} was cut off, or is under way",
+                "its record in /var/lib/vllm/_rollout/instances",
                 remedy=(f"pyinfra {case.inventory} upgrade.py",),
                 instance=one.name,
                 level="info" if _changing(case) else None,

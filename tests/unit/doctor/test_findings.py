@@ -152,7 +152,7 @@ CASES: dict[str, Broken | tuple[Broken, ...]] = {
             answers={k: v for k, v in c.answers.items() if k != GPU},
             failures={GPU: "unreachable: no route"},
         ),
-        text="unreachable: no route",
+        evidence="unreachable: no route",
     ),
     "not-looked-at": Broken(
         lambda c: replace(
@@ -290,7 +290,7 @@ CASES: dict[str, Broken | tuple[Broken, ...]] = {
     ),
     "disk-short": (
         Broken(said(GPU, "disks", to=[
-            {"mount": "/", "free_mib": 9000, "free": 0.05, "inodes_free": 0.9}])),
+            {"mount": "/", "free_mib": 9000, "free": 0.04, "inodes_free": 0.9}])),
         Broken(said(GPU, "disks", to=[
             {"mount": "/", "free_mib": 90000, "free": 0.5, "inodes_free": 0.04}]), text="inodes"),
     ),
