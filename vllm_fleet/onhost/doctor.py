@@ -60,6 +60,9 @@ REAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "
 
 def failure(error: BaseException) -> str:
     """An error in words that tell a blocked port from a closed one."""
+    inner = getattr(error, "reason", None)  # of urllib's own class
+    if isinstance(inner, BaseException):
+        error = inner
     if isinstance(error, (socket.timeout, TimeoutError)):
         return "no answer in time"
     if isinstance(error, ConnectionRefusedError):
