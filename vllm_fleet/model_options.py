@@ -7,7 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vllm_fleet.causes.table import parse_version
 from vllm_fleet.spec.model import Instance, Model
+
+# Before, vLLM leaves these defaults out without a word: get_diff_sampling_param in
+# vllm/config/model.py of the wheels 0.18.0 to 0.33.0.
+DEFAULTS_SINCE = {"presence_penalty": "0.31.0", "frequency_penalty": "0.31.0"}
+
+
+def unheard(model: Model, version: str) -> dict[str, str]:
+    """Defaults of sampling that a version would not take, with the first one that does."""
+    given = model.generation_config.model_dump(exclude_none=True)
+    return {
+        key: since
+        for key, since in DEFAULTS_SINCE.items()
+        if key in given and parse_version(version) < parse_version(since)
+    }
 
 
 def setting_options(name: str, model: Model) -> dict[str, tuple[str, object]]:

@@ -341,6 +341,14 @@ ENTRIES = (
         "Take them out where the finding says, then restart the instance.",
     ),
     Entry(
+        "keep-alive-short",
+        "warning",
+        "gateway",
+        "The engine closes idle connections before the gateways do: a request that is sent at that "
+        "moment is lost, and the client gets a 502 now and then.",
+        "Take VLLM_HTTP_TIMEOUT_KEEP_ALIVE out where the finding says; what deploy sets fits.",
+    ),
+    Entry(
         "target-down",
         "warning",
         "monitoring",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from vllm_fleet import paths, weights
+from vllm_fleet import engine, paths, weights
 from vllm_fleet.causes import Rank, last_error, match
 from vllm_fleet.doctor.case import Case, Finding, Json
 from vllm_fleet.doctor.gateways import blocked
 from vllm_fleet.doctor.questions import served_names
+from vllm_fleet.gateway import IDLE_SECONDS
 from vllm_fleet.spec.model import HostSpec, Instance
 from vllm_fleet.state import HostState
 
@@ -194,6 +195,18 @@ def _environment(
             spec.name,
             "; ".join(f"{key}={_value(left[key])}: {LEFT_OVER[key]}" for key in keys),
             "set in " + _places(left[keys[0]]),
+            remedy,
+            note,
+            instance=one.name,
+        )
+    alive = found.get(engine.KEEP_ALIVE)
+    if alive and _value(alive).isdigit() and int(_value(alive)) <= IDLE_SECONDS:
+        remedy, note = _taken_out(case, spec, one, engine.KEEP_ALIVE, alive)
+        yield Finding(
+            "keep-alive-short",
+            spec.name,
+            f"it closes idle connections after {_value(alive)} s, gateways after {IDLE_SECONDS} s",
+            f"{engine.KEEP_ALIVE}, set in {_places(alive)}",
             remedy,
             note,
             instance=one.name,

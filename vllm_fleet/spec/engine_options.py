@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_fleet import engine, engine_data
 from vllm_fleet.engine_args import ArgError, check_args
-from vllm_fleet.model_options import given_options, setting_options
+from vllm_fleet.model_options import given_options, setting_options, unheard
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.entries import holds_nul
 from vllm_fleet.spec.findings import At, Findings, placed
@@ -95,6 +95,10 @@ def _options(
         owners[name] = place
         for error in _checked(version, tuple(its)):
             alone.setdefault(error, name)
+    for key, since in unheard(model, version).items():
+        place = At(models, ("models", instance.model, "generation_config", key))
+        text = f"vLLM {version} leaves it out without a word; from vLLM {since} on it holds"
+        found.say(place, text, at_key=True)
     for name, value, place in _written(at, instance, model, models):
         plain = _plain(name).removeprefix("no-").partition(".")[0]
         if plain in settings:

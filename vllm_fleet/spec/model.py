@@ -182,6 +182,16 @@ class GenerationConfig(Settings):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = Field(
         None, description="Above 1: tokens that came before become less likely.", examples=[1.05]
     )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None,
+        description="Above 0: tokens that came before become less likely (from vLLM 0.31).",
+        examples=[0.5],
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None,
+        description="Above 0: the less, the oftener they came (from vLLM 0.31).",
+        examples=[0.2],
+    )
     max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None,
         description="Longest answer in tokens; a request may ask for less, not for more.",

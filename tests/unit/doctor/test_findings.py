@@ -415,6 +415,12 @@ CASES: dict[str, Broken | tuple[Broken, ...]] = {
         Broken(variable("NCCL_IB_HCA", "mlx5_9"), "gpu-1/glm-a", text="mlx5_9"),
     ),
     "gloo-interface": Broken(variable("GLOO_SOCKET_IFNAME", "bond"), "gpu-1/glm-a", text="bond"),
+    "keep-alive-short": Broken(
+        variable("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5", "/etc/x.conf"),
+        "gpu-1/glm-a",
+        text="after 5 s, gateways after 60 s",
+        evidence="/etc/x.conf",
+    ),
     "killed-9": Broken(
         log(2, "vllm@glm-a.service: Main process exited, code=killed, status=9/KILL"),
         "gpu-1/glm-a", text="restarted 2 times", evidence="status=9/KILL",

@@ -28,8 +28,12 @@ def test_good_settings_pass(project: Project) -> None:
         ("    adapters: {support: {path: /a, rank: 24}}\n", "adapters.support.rank: "),
         ("    adapters: {glm: {path: /a}}\n", '"glm" is a model already'),
         (
+            "    generation_config: {length_penalty: 1}\n",
+            "generation_config.length_penalty: no such setting",
+        ),
+        (
             "    generation_config: {presence_penalty: 1}\n",
-            "generation_config.presence_penalty: no such setting",
+            "generation_config.presence_penalty: vLLM 0.21.0 leaves it out without a word",
         ),
         ("    generation_config: {temperature: 3}\n", "generation_config.temperature: "),
         ("    reasoning: {parser: glm99}\n", "glm99"),
@@ -55,3 +59,8 @@ def test_a_version_that_cannot_bound_thinking_is_told_at_the_setting(project: Pr
     (complaint,) = complaints(project, text, "0.18.0")
     assert "models.glm.reasoning: " in complaint
     assert "option `reasoning-config` of it: is not in vLLM 0.18.0" in complaint
+
+
+def test_a_version_that_takes_the_penalties_may_have_them(project: Project) -> None:
+    text = "    generation_config: {presence_penalty: 1, frequency_penalty: 0.2}\n"
+    assert complaints(project, text, "0.31.0") == []
