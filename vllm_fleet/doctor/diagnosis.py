@@ -113,7 +113,7 @@ def seen(area: Area, case: Case) -> str:
         )
     if area == "keys":
         count = sum(len(case.inputs.gateway_keys(g)) for g in case.fleet.group("gateway"))
-        return f"{count} keys" if count else "the gateway asks for none"
+        return f"{count} key{'s' * (count != 1)}" if count else "the gateway asks for none"
     return ""
 
 

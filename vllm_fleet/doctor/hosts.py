@@ -279,14 +279,21 @@ def _strangers(case: Case, spec: HostSpec, state: HostState) -> Iterator[Finding
     held = {str(h["pid"]): h for h in state.cards.get("holders") or () if not is_ours(h)}
     for one in case.answer(spec.name).get("strangers") or ():
         cards = _held_by(one["pid"], held)
-        seen = described(one) + (f"; holds {cards}" if cards else "")
+        seen = " ".join(described(one).split()) + (f"; holds {cards}" if cards else "")
         if one["kind"] == "engine":
             command = case.ssh(spec.name, f"kill -9 {one['pid']}")
             text = "an engine runs outside any unit"
             yield Finding("orphan-engine", spec.name, text, seen, (command,))
         else:
             text = "a vLLM server was started by hand"
-            yield Finding("started-by-hand", spec.name, text, seen, (_end(case, spec.name, one),))
+            remedy = _end(case, spec.name, one)
+            if one["workers"] and " kill " in remedy.replace("'", " "):
+                # A server that is killed may leave its engine behind, which keeps the card.
+                left = " ".join(map(str, one["workers"]))
+                wait = f"timeout 60 tail --pid={one['pid']} -f /dev/null"
+                command = f"kill {one['pid']} && {wait}; kill -9 {left} 2>/dev/null; true"
+                remedy = case.ssh(spec.name, command)
+            yield Finding("started-by-hand", spec.name, text, seen, (remedy,))
 
 
 def _held_by(pid: int, holders: dict[str, Json]) -> str:

@@ -102,8 +102,9 @@ def strangers(table: Mapping[int, Tuple[int, str]]) -> List[Json]:
             continue
         found[pid] = {**one, "kind": "server" if server else "engine"}
     servers = {pid for pid, one in found.items() if one["kind"] == "server"}
+    workers = {pid for pid, one in found.items() if one["kind"] == "engine"}
     return [
-        {**one, "cards": []}
+        {**one, "workers": sorted(w for w in workers if pid in ancestors(w, table))}
         for pid, one in sorted(found.items())
         # An engine of a server that is told already goes with it; so does a shell's child.
         if not (set(ancestors(pid, table)) & servers)

@@ -60,7 +60,14 @@ def instance(*path: str, to: Any) -> Callable[[Case], Case]:
 
 
 def stranger(kind: str, unit: str | None = None) -> list[dict[str, Any]]:
-    who = {"pid": 4711, "user": "bob", "unit": unit, "command": "x", "kind": kind, "cards": []}
+    who: dict[str, Any] = {
+        "pid": 4711,
+        "user": "bob",
+        "unit": unit,
+        "command": "x",
+        "kind": kind,
+        "workers": [],
+    }
     return [who]
 
 
@@ -278,6 +285,10 @@ CASES: dict[str, Broken | tuple[Broken, ...]] = {
         evidence="pid 4711 of bob, outside any unit", remedy="ssh gpu-1 'kill -9 4711'",
     ),
     "started-by-hand": (
+        Broken(
+            said(GPU, "strangers", to=[{**stranger("server")[0], "workers": [4712, 4713]}]),
+            remedy="tail --pid=4711 -f /dev/null; kill -9 4712 4713 2>/dev/null; true",
+        ),
         Broken(said(GPU, "strangers", to=stranger("server")), remedy="ssh gpu-1 'kill 4711'"),
         Broken(
             said(GPU, "strangers", to=stranger("server", "old-vllm.service")),
@@ -552,7 +563,7 @@ def test_nothing_is_found_where_all_is_sound(made: Callable[..., Case]) -> None:
     seen = {check["area"]: check["seen"] for check in data["checklist"]}
     assert seen["instances"] == "3 of 3 answered"
     assert seen["gateway"] == "2 of 2 models answered"
-    assert seen["keys"] == "1 keys"
+    assert seen["keys"] == "1 key"
 
 
 @pytest.mark.parametrize(("name", "broken"), EACH)

@@ -63,7 +63,8 @@ def test_an_engine_of_a_server_that_is_told_is_not_told_again() -> None:
         13: (12, "VLLM::Worker_TP0"),
         20: (1, "VLLM::Worker_TP1"),
     }
-    assert [one["pid"] for one in doctor.strangers(table)] == [11, 20]
+    found = [(one["pid"], one["workers"]) for one in doctor.strangers(table)]
+    assert found == [(11, [12, 13]), (20, [])]
 
 
 def test_names_are_read_from_a_launch_script() -> None:
