@@ -330,7 +330,7 @@ def test_every_planted_fault_is_named_and_its_remedy_mends_it(fleet: Fleet) -> N
 def test_a_dead_host_holds_up_nobody_and_is_named_last(fleet: Fleet) -> None:
     fleet.bed.host("doc-2").freeze()
     try:
-        data = fleet.doctor("--seconds", "20")
+        data = fleet.doctor("--seconds", "30")
     finally:
         fleet.bed.host("doc-2").thaw()
     assert data["findings"][-1]["id"] == "host-down"

@@ -57,6 +57,7 @@ def doctor(
     from vllm_fleet.spec.load import load_fleet
 
     now = datetime.now(UTC)
+    limit_seconds = seconds or (3600 if deep else 60)
     key = key_file.read().strip() if key_file else None
     try:
         fleet = resolved(load_fleet(inventory))
@@ -68,11 +69,19 @@ def doctor(
             planning.asked(),
             lambda name: bundled(
                 ("doctor",),
-                question(fleet, fleet.host(name), inputs, now, deep=deep, key=key),
+                question(
+                    fleet,
+                    fleet.host(name),
+                    inputs,
+                    now,
+                    deep=deep,
+                    key=key,
+                    seconds=limit_seconds,
+                ),
                 *SCRIPTS,
             ),
             limit,
-            seconds or (3600 if deep else 60),
+            limit_seconds,
         )
     except (SpecError, ReadError) as error:
         if as_json:

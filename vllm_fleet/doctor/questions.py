@@ -12,7 +12,8 @@ from vllm_fleet.spec.model import ApiKey, Fleet, HostSpec
 
 # The scripts that are sent, in this order; the last one is run.
 SCRIPTS = ("state", "acceptance", "tools", "structure", "doctor")
-ANSWER_SECONDS = 20
+ANSWER_SECONDS = 15.0  # that one answer may take at most
+ANSWERS = 5  # so many may follow each other within the time of a host
 
 
 def question(
@@ -23,9 +24,12 @@ def question(
     *,
     deep: bool = False,
     key: str | None = None,
-    seconds: float = ANSWER_SECONDS,
+    seconds: float = ANSWER_SECONDS * ANSWERS,
 ) -> dict[str, Any]:
-    """The order for one host. ``key``: of a client, in plain text, where keys are kept hashed."""
+    """The order for one host, which has ``seconds`` for all of it.
+
+    ``key``: of a client, in plain text, where keys are kept hashed.
+    """
     settings = spec.settings
     instances, stamps = [], []
     for one in spec.instances if "gpu" in spec.groups else ():
@@ -49,7 +53,7 @@ def question(
         "gateway": _gateway(fleet, spec, inputs, now, key) if "gateway" in spec.groups else None,
         "prometheus": settings.monitoring.listen if "monitoring" in spec.groups else None,
         "watched": watched(fleet, spec),
-        "seconds": seconds,
+        "seconds": min(ANSWER_SECONDS, seconds / ANSWERS),
     }
 
 
