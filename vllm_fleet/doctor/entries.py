@@ -410,6 +410,7 @@ SHARED: dict[str, tuple[Level, Area]] = {
     "port-in-use": ("critical", "processes"),
     "card-memory-taken": ("critical", "processes"),
     "no-chat-template": ("critical", "weights"),
+    "requests-waiting": ("warning", "instances"),
     "nccl-no-interface": ("warning", "nccl"),
     "gloo-interface": ("warning", "nccl"),
     "nccl-memlock": ("warning", "exam"),

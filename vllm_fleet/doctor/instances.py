@@ -35,6 +35,7 @@ HARMLESS = {
     "TORCH_CPP_LOG_LEVEL": ("", "ERROR", "WARNING"),
 }
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+SLOW = re.compile(r"no answer within|was not over after")
 ENDED = re.compile(r"Main process exited|Failed with result|Scheduled restart job")
 
 
@@ -88,6 +89,17 @@ def _answers(case: Case, spec: HostSpec, one: Instance, seen: Json) -> Iterator[
         if any(rule["port"] == one.port for rule in rules) and "time" in why:
             yield blocked(case, spec.name, one.port, "its own host", f"it: {why}", one.name)
             return
+        if answer.get("waiting") and "within" in why:
+            # Restarting a busy engine would lose what it works on.
+            yield Finding(
+                "requests-waiting",
+                spec.name,
+                f"it is busy: a request of one token gets no answer, {answer['waiting']} wait",
+                why,
+                (case.ssh(spec.name, f"curl -s 127.0.0.1:{one.port}/metrics | grep num_requests"),),
+                instance=one.name,
+            )
+            return
         known = match(why)
         yield Finding(
             "answers-fail",
@@ -97,6 +109,8 @@ def _answers(case: Case, spec: HostSpec, one: Instance, seen: Json) -> Iterator[
             (f"{log} | fleet explain -", case.ssh(spec.name, f"systemctl restart vllm@{one.name}")),
             instance=one.name,
         )
+    elif turns and not turns["ok"] and SLOW.search(turns["why"]):
+        return  # slow, and that is no fault of the talk
     elif turns and not turns["ok"]:
         known = match(turns["why"])
         yield Finding(

@@ -164,12 +164,24 @@ def instance(order: Json, seconds: float) -> Json:
         client.post(*question(order["task"], asked))
         found["answer"] = {"ok": True, "seconds": round(time.monotonic() - begun, 2), "why": ""}
     except acceptance.Failure as error:
-        found["answer"] = {"ok": False, "why": str(error)}
+        found["answer"] = {"ok": False, "why": str(error), "waiting": waiting(port, seconds)}
         return found
     if order["task"] == "chat":
         # Three answers in the time of one: a busy engine is not to use up the host's time.
         found["turns"] = turns(acceptance.Client(port, token, key, seconds / 3), asked)
     return found
+
+
+def waiting(port: int, seconds: float) -> Optional[int]:
+    """Requests that wait in an engine; None where it does not say."""
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open("http://127.0.0.1:%d/metrics" % port, timeout=seconds) as answer:
+            text = answer.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return None
+    found = re.findall(r"^vllm:num_requests_waiting(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+    return int(sum(float(value) for value in found)) if found else None
 
 
 def question(task: str, model: str) -> Tuple[str, Json]:

@@ -389,6 +389,12 @@ CASES: dict[str, Broken | tuple[Broken, ...]] = {
             "gpu-1/glm-a", evidence="/v1/models: refused",
         ),
     ),
+    "requests-waiting": Broken(
+        instance("answer", to={"ok": False, "why": "no answer within 12 s", "waiting": 40}),
+        "gpu-1/glm-a",
+        text="it is busy",
+        remedy="num_requests",
+    ),
     "talk-fails": Broken(
         instance("turns", to={"ok": False, "why": "answered 400: Conversation roles must alternate "
                                                   "user/assistant"}),
@@ -635,6 +641,15 @@ def test_clocks_that_are_all_off_are_this_machines_own(made: Callable[..., Case]
     for name in case.answers:
         case.answers[name]["time"] = CLOCK + 3600
     assert ids(case) == []
+
+
+def test_a_slow_talk_and_a_slow_answer_lead_to_no_restart(made: Callable[..., Case]) -> None:
+    case = instance("turns", to={"ok": False, "why": "/v1/x: no answer within 4 s"})(made())
+    assert ids(case) == []
+    busy = {"ok": False, "why": "/v1/x: no answer within 12 s", "waiting": 40}
+    (one,) = diagnose(instance("answer", to=busy)(made()))
+    assert one.id == "requests-waiting"
+    assert "restart" not in " ".join(one.remedy)
 
 
 def test_a_planned_alert_and_harmless_variables_are_not_told(made: Callable[..., Case]) -> None:

@@ -200,6 +200,15 @@ ALERTS = [
 
 class _Prometheus(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        if self.path == "/metrics":
+            body = (
+                b'vllm:num_requests_waiting{engine="0"} 3.0\nvllm:num_requests_waiting{e="1"} 4\n'
+            )
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
         data = {"activeTargets": TARGETS} if "targets" in self.path else {"alerts": ALERTS}
         body = json.dumps({"data": data}).encode()
         self.send_response(200)
@@ -219,6 +228,7 @@ def test_targets_that_are_down_and_alerts_that_fire_are_read(
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         found = doctor.prometheus(server.server_port, 5)
+        assert doctor.waiting(server.server_port, 5) == 7
     finally:
         server.shutdown()
         server.server_close()
@@ -226,6 +236,7 @@ def test_targets_that_are_down_and_alerts_that_fire_are_read(
     assert [(one["host"], one["error"]) for one in found["down"]] == [("h", "refused")]
     assert [one["labels"]["alertname"] for one in found["alerts"]] == ["A"]
     assert doctor.prometheus(server.server_port, 5)["why"] == "connection refused"
+    assert doctor.waiting(server.server_port, 5) is None
 
 
 def test_it_runs_as_it_is_sent_to_a_host() -> None:
