@@ -32,7 +32,7 @@ from vllm_fleet.sizing import (
 )
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -243,8 +243,17 @@ def fit(
         applied=applied,
         total_gib=gpu.gib,
         reasons=choices.refusals if applied else (),
-        warnings=choices.warnings,
+        warnings=(*choices.warnings, *_adapters(model)),
     )
+
+
+def _adapters(model: Model) -> tuple[str, ...]:
+    """What the figures leave out."""
+    if not model.adapters:
+        return ()
+    count = len(model.adapters)
+    named = f"{count} LoRA adapter{'s' if count > 1 else ''}"
+    return (f"memory of its {named} is not in these figures: leave some of each card free",)
 
 
 def config_of(
