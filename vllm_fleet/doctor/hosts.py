@@ -14,9 +14,9 @@ from vllm_fleet.spec.model import HostSpec
 from vllm_fleet.state import HostState, Process
 
 CLOCK_SECONDS = 2.0
-DISK_SHORT, DISK_FULL = 0.05, 0.03  # the alert disk-full begins at the first
-FULL_MIB = 512  # less than this is full, whatever the size
-INODES_SHORT = 0.05
+# Share and MiB that are left; the alert disk-full begins at the first share. Of a very large disk a
+# small share is still room enough.
+DISK_SHORT, DISK_FULL = (0.05, 100 * 1024), (0.03, 20 * 1024)
 UNEVEN_MIB = 1024  # memory in use of like cards of one instance
 EXPORTERS = ("prometheus-node-exporter.service", f"{watch.GPU_EXPORTER}.service")
 
@@ -307,9 +307,12 @@ def _held_by(pid: int, holders: dict[str, Json]) -> str:
 def _disks(case: Case, spec: HostSpec) -> Iterator[Finding]:
     for disk in case.answer(spec.name).get("disks") or ():
         free, inodes, mib = disk["free"], disk["inodes_free"], disk["free_mib"]
-        if free >= DISK_SHORT and inodes >= INODES_SHORT and mib >= FULL_MIB:
+        short, full = (
+            (free < share and mib < least) or inodes < share
+            for share, least in (DISK_SHORT, DISK_FULL)
+        )
+        if not short:
             continue
-        full = free < DISK_FULL or inodes < DISK_FULL or mib < FULL_MIB
         what = "inodes" if inodes < free else "bytes"
         share = min(free, inodes) if what == "inodes" else free
         look = f"du -xh --max-depth=2 {disk['mount']} | sort -h | tail"

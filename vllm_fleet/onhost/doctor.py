@@ -47,6 +47,12 @@ LOG_SECONDS = 86400
 HASH_BLOCK = 8 << 20
 SERVER = re.compile(r"(^|[\s/])vllm\s+serve\b|vllm\.entrypoints\.|(^|\s)-m\s+vllm\b")
 WORKER = re.compile(r"^VLLM::")
+# What names a server in its arguments and is none: it starts one, or looks for one.
+SPEAKERS = frozenset(
+    "ssh sudo su sh bash dash zsh fish env nohup setsid timeout nice taskset numactl tmux screen "
+    "docker podman nerdctl kubectl grep pgrep pkill journalctl tail less more cat vi vim nano "
+    "emacs watch".split()
+)
 # What may be told of an environment: it holds keys and tokens too.
 TOLD = re.compile(
     r"^(NCCL_\w+|GLOO_\w+|UCX_\w+|CUDA_LAUNCH_BLOCKING|CUDA_VISIBLE_DEVICES|TORCH_\w*DEBUG\w*"
@@ -95,8 +101,8 @@ def strangers(table: Mapping[int, Tuple[int, str]]) -> List[Json]:
         if not (server or worker) or pid == os.getpid():
             continue
         program = os.path.basename(command.split()[0])
-        if program in ("ssh", "sudo", "grep", "pgrep", "journalctl", "tail", "tmux", "screen"):
-            continue  # they speak of one
+        if program in SPEAKERS:
+            continue
         one = state.process(pid)
         if str(one["unit"]).startswith("vllm@"):
             continue
@@ -498,7 +504,7 @@ def disks() -> List[Json]:
         place = path
         while not os.path.exists(place) or (place != "/" and not os.path.ismount(place)):
             place = os.path.dirname(place)
-        if place in found or kinds.get(place, "ext4") not in REAL_DISKS | {"tmpfs"}:
+        if place in found or kinds.get(place, "ext4") not in REAL_DISKS:
             continue
         room = os.statvfs(place)
         found[place] = {

@@ -296,7 +296,7 @@ CASES: dict[str, Broken | tuple[Broken, ...]] = {
         ),
     ),
     "disk-full": Broken(
-        said(GPU, "disks", to=[{"mount": "/", "free_mib": 300, "free": 0.2, "inodes_free": 0.9}]),
+        said(GPU, "disks", to=[{"mount": "/", "free_mib": 300, "free": 0.01, "inodes_free": 0.9}]),
         evidence="300 MiB free", remedy="du -xh",
     ),
     "disk-short": (
@@ -650,6 +650,11 @@ def test_a_slow_talk_and_a_slow_answer_lead_to_no_restart(made: Callable[..., Ca
     (one,) = diagnose(instance("answer", to=busy)(made()))
     assert one.id == "requests-waiting"
     assert "restart" not in " ".join(one.remedy)
+
+
+def test_a_small_share_of_a_large_disk_is_room_enough(made: Callable[..., Case]) -> None:
+    large = {"mount": "/", "free_mib": 400 * 1024, "free": 0.02, "inodes_free": 0.9}
+    assert ids(said(GPU, "disks", to=[large])(made())) == []
 
 
 def test_a_planned_alert_and_harmless_variables_are_not_told(made: Callable[..., Case]) -> None:

@@ -57,7 +57,8 @@ def test_engines_and_servers_outside_our_units_are_told(process: Any) -> None:
 
 def test_an_engine_of_a_server_that_is_told_is_not_told_again() -> None:
     table = {
-        10: (1, "sh start.sh"),
+        9: (1, "bash -c vllm serve m"),
+        10: (9, "sh start.sh"),
         11: (10, "python bin/vllm serve m"),
         12: (11, "VLLM::EngineCore"),
         13: (12, "VLLM::Worker_TP0"),
