@@ -48,11 +48,12 @@ HASH_BLOCK = 8 << 20
 SERVER = re.compile(r"(^|[\s/])vllm\s+serve\b|vllm\.entrypoints\.|(^|\s)-m\s+vllm\b")
 WORKER = re.compile(r"^VLLM::")
 # What names a server in its arguments and is none: it starts one, or looks for one.
-SPEAKERS = frozenset(
-    "ssh sudo su sh bash dash zsh fish env nohup setsid timeout nice taskset numactl tmux screen "
-    "docker podman nerdctl kubectl grep pgrep pkill journalctl tail less more cat vi vim nano "
-    "emacs watch".split()
-)
+SPEAKERS = frozenset({
+    "ssh", "sudo", "su", "sh", "bash", "dash", "zsh", "fish", "env", "nohup", "setsid",
+    "timeout", "nice", "taskset", "numactl", "tmux", "screen", "docker", "podman", "nerdctl",
+    "kubectl", "grep", "pgrep", "pkill", "journalctl", "tail", "less", "more", "cat", "vi",
+    "vim", "nano", "emacs", "watch",
+})  # fmt: skip
 # What may be told of an environment: it holds keys and tokens too.
 TOLD = re.compile(
     r"^(NCCL_\w+|GLOO_\w+|UCX_\w+|CUDA_LAUNCH_BLOCKING|CUDA_VISIBLE_DEVICES|TORCH_\w*DEBUG\w*"
