@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_fleet.alerts import RUNBOOK
 from vllm_fleet.doctor import gateways, hosts, instances, plans, watching
 from vllm_fleet.doctor.case import Case, Finding
 from vllm_fleet.doctor.entries import AREAS, LEVELS, Area, order
 
-RUNBOOK = "docs/runbook.md"
 MATTERS = ("critical", "warning")
 
 
@@ -45,6 +45,9 @@ def _once(findings: list[Finding]) -> list[Finding]:
 
 def report(case: Case, findings: list[Finding]) -> dict[str, Any]:
     """The JSON of ``fleet doctor --json``."""
+    monitors = case.fleet.group("monitoring")
+    # Where alerts link to, the same entries are.
+    runbook = monitors[0].settings.monitoring.alerting.runbook if monitors else RUNBOOK
     return {
         "ok": not any(f.severity in MATTERS for f in findings),
         "findings": [
@@ -58,7 +61,7 @@ def report(case: Case, findings: list[Finding]) -> dict[str, Any]:
                 "evidence": f.evidence,
                 "remedy": list(f.remedy),
                 "note": f.note or f.entry.remedy,
-                "runbook": f"{RUNBOOK}#{f.id}",
+                "runbook": f"{runbook}#{f.id}",
             }
             for f in findings
         ],
