@@ -286,7 +286,8 @@ def _strangers(case: Case, spec: HostSpec, state: HostState) -> Iterator[Finding
             yield Finding("orphan-engine", spec.name, text, seen, (command,))
         else:
             text = "a vLLM server was started by hand"
-            remedy = _end(case, spec.name, one)
+            # A unit of somebody's that serves would do so again after a reboot.
+            remedy = _end(case, spec.name, one).replace("systemctl stop", "systemctl disable --now")
             if one["workers"] and " kill " in remedy.replace("'", " "):
                 # A server that is killed may leave its engine behind, which keeps the card.
                 left = " ".join(map(str, one["workers"]))

@@ -292,7 +292,7 @@ CASES: dict[str, Broken | tuple[Broken, ...]] = {
         Broken(said(GPU, "strangers", to=stranger("server")), remedy="ssh gpu-1 'kill 4711'"),
         Broken(
             said(GPU, "strangers", to=stranger("server", "old-vllm.service")),
-            remedy="systemctl stop old-vllm.service",
+            remedy="systemctl disable --now old-vllm.service",
         ),
     ),
     "disk-full": Broken(
