@@ -90,10 +90,8 @@ def transports(log: str) -> Dict[str, int]:
             kept.append("GDRDMA")
         name = "/".join(kept)
         found[name] = found.get(name, 0) + 1
-    nvls = [int(n) for n in re.findall(r"(\d+) nvls channels", log)]
-    if nvls and max(nvls):
-        found["NVLS"] = max(nvls)
-    return found
+    nvls = max((int(n) for n in re.findall(r"(\d+) nvls channels", log)), default=0)
+    return {**found, "NVLS": nvls} if nvls else found
 
 
 def told(log: str) -> Json:
