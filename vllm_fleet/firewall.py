@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_fleet import fanout, paths
+from vllm_fleet.fabric.discovery import INNER
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import Fleet, HostSpec
@@ -27,8 +28,6 @@ UNITS = "/etc/systemd/system"
 
 # Groups whose hosts talk to instances.
 PEERS = ("gateway", "monitoring")
-# Addresses of these are for containers and guests of the host itself; nobody comes from them.
-_INNER = ("docker", "br-", "veth", "virbr", "cni", "cali", "flannel", "lxc", "lxd", "podman")
 _TOLD = "# Peers: "
 
 
@@ -108,7 +107,7 @@ def _addresses(state: HostState) -> list[str]:
     return [
         address.partition("/")[0]
         for name, nic in state.nics.items()
-        if not name.startswith(_INNER)
+        if not name.startswith(INNER)
         for address in nic.get("addresses", ())
     ]
 
