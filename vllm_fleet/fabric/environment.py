@@ -181,10 +181,8 @@ def common_layer(nodes: Sequence[Node]) -> tuple[Layer | None, list[str]]:
                 "switch's port and the driver, or set nccl.rdma to auto"
             )
     if required and not complaints:
-        kinds = {
-            n.name: [layer for layer in layers if usable(n.has, layer)] or ["none"] for n in nodes
-        }
-        told = ", ".join(f"{name} {'/'.join(has)}" for name, has in kinds.items())
+        kinds = {n.name: [layer for layer in layers if usable(n.has, layer)] for n in nodes}
+        told = ", ".join(f"{name} {'/'.join(has) or 'none'}" for name, has in kinds.items())
         complaints.append(f"nccl.rdma is required, and hosts have none in common: {told}")
     return None, complaints
 
