@@ -19,6 +19,7 @@ from vllm_fleet import (
     alertmanager,
     engine_data,
     exam,
+    fabric,
     fanout,
     firewall,
     gateway,
@@ -291,7 +292,7 @@ def asked() -> str:
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [
                 *(PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE),
-                *(alertmanager.PACKAGED, alertmanager.DEFAULTS),
+                *(alertmanager.PACKAGED, alertmanager.DEFAULTS, fabric.FILE),
             ],
         }
     )

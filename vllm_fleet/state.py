@@ -39,6 +39,7 @@ class HostState:
     rollout: dict[str, dict[str, Any]] = field(default_factory=dict)  # record by instance
     held: dict[str, Any] = field(default_factory=dict)  # who keeps this host out of service
     lock: dict[str, Any] = field(default_factory=dict)  # who changes the fleet; one host's
+    fabric: dict[str, Any] = field(default_factory=dict)  # tested: what was; change: cut off
     texts: dict[str, str | None] = field(default_factory=dict)  # of files of others, by path
     cmdline: str = ""  # of the kernel
     uptime_s: int = 0

@@ -574,6 +574,13 @@ def lock() -> Dict[str, Any]:
     return {**held, "silent": max(0, int(time.time() - float(held.get("beat") or 0)))}
 
 
+def fabric() -> Dict[str, Any]:
+    """What of the fabric's environment was tested last, and a change that was cut off."""
+    names = ("change", "tested")
+    found = {name: read_json(f"{STATE}/_rollout/fabric/{name}.json") for name in names}
+    return {name: one for name, one in found.items() if isinstance(one, dict)}
+
+
 def weights() -> Dict[str, Dict[str, Any]]:
     """What each stamp of verified weights says, by its path, and whether the files still match.
 
@@ -719,6 +726,7 @@ def main() -> None:
         "rollout": rollout(),
         "held": read_json(f"{STATE}/_rollout/held.json") or {},
         "lock": lock(),
+        "fabric": fabric(),
         "texts": {path: read(path) for path in asked["texts"]},
         **{name: found if found is not None else {} for name, found in slow.items()},
     }
