@@ -79,7 +79,7 @@ def clocks_apart(clocks: Sequence[Clock], limit: float = CLOCK_SECONDS) -> list[
     complaints = []
     for node, apart in pairs.items():
         # Of two nodes nobody knows which one is wrong; of more it is the one that stands alone.
-        if len(nodes) > 2 and len(apart) * 2 < len(nodes) - 1:
+        if len(nodes) > 2 and len(apart) * 2 <= len(nodes) - 1:
             continue
         ahead = sorted(apart.values())[len(apart) // 2]
         way = "ahead of" if ahead > 0 else "behind"
@@ -87,4 +87,4 @@ def clocks_apart(clocks: Sequence[Clock], limit: float = CLOCK_SECONDS) -> list[
             f"{node}: its clock is {abs(ahead):.1f} s {way} {', '.join(sorted(apart))}: set it "
             "(timedatectl, chrony)"
         )
-    return complaints
+    return complaints[:1] if len(nodes) == 2 else complaints

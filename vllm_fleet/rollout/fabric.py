@@ -284,7 +284,7 @@ class Change:
 
     def _record(self, result: str, why: str) -> None:
         holder = self.lock.holder
-        line = {
+        line: dict[str, Any] = {
             "run": holder.run,
             "who": holder.who,
             "where": holder.where,

@@ -129,7 +129,7 @@ def node(
     name: str,
     address: str,
     nics: Mapping[str, Mapping[str, Any]],
-    rdma: Mapping[str, Mapping[str, Any]] | None = None,
+    devices: Mapping[str, Mapping[str, Any]] | None = None,
     text: str = "",
     *,
     cuda: bool = True,
@@ -139,7 +139,7 @@ def node(
     looked_at = state(
         hostname=name,
         nics=dict(nics),
-        rdma={k if ":" in k else f"{k}:1": v for k, v in (rdma or {}).items()},
+        rdma={k if ":" in k else f"{k}:1": v for k, v in (devices or {}).items()},
         cards={"present": True, "error": None, "csv": "", "topo": text},
     )
     return Node(name, address, Nccl(**settings), cuda, discover(looked_at))

@@ -19,6 +19,12 @@ PAIRS = [
 ]
 EIGHT = [f"mlx5_{i}" for i in range(8)]
 ONE_EACH = ["PIX SYS SYS SYS", "SYS PIX SYS SYS", "SYS SYS PIX SYS", "SYS SYS SYS PIX"]
+STORAGE = [
+    "PXB NODE SYS SYS SYS",
+    "NODE PXB SYS SYS SYS",
+    "SYS SYS PXB NODE NODE",
+    "SYS SYS NODE PXB NODE",
+]
 NAMED = ["ibp12s0", "ibp76s0", "ibp141s0", "ibp204s0"]
 
 INFINIBAND = [
@@ -41,8 +47,7 @@ INFINIBAND = [
         },
         topo(
             [f"{' '.join(p.split()[:4])} SYS {' '.join(p.split()[4:])}" for p in PAIRS],
-            ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3", "mlx5_bond_0"]
-            + ["mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9"],
+            [*EIGHT[:4], "mlx5_bond_0", "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9"],
         ),
     ),
     # Four cards with a device each, named by their place.
@@ -68,8 +73,7 @@ INFINIBAND = [
         {"eth0": nic("10.1.0.5/24"), "eth1": nic("172.30.0.5/16", speed=100000)},
         {f"mlx5_{i}": ib() for i in (2, 9, 10, 11, 12)},
         topo(
-            ["PXB NODE SYS SYS SYS", "NODE PXB SYS SYS SYS"]
-            + ["SYS SYS PXB NODE NODE", "SYS SYS NODE PXB NODE"],
+            STORAGE,
             ["mlx5_2", "mlx5_9", "mlx5_10", "mlx5_11", "mlx5_12"],
         ),
     ),
