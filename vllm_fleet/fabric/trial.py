@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from vllm_fleet.state import HostState
 
 Json = Mapping[str, Any]
 
+STEPS = ("", "torch", "memory", "rendezvous", "point to point", "all-reduce", "leave")
 # As onhost/allreduce.py counts them: buffers of the largest size, and CUDA's and NCCL's own.
 BUFFERS, CONTEXT_MIB = 4, 2048
 # Beside an engine that serves: a small message, and a part of the links' time.
@@ -84,34 +86,34 @@ class Member:
 
 
 def link_findings(
-    members: Sequence[Member], paths: Mapping[str, Json], ports: Mapping[str, Json], port: int
+    members: Sequence[Member], paths: Mapping[str, Json], ports: Mapping[str, Json]
 ) -> tuple[list[str], list[str]]:
     """(complaints, notices) of how hosts see each other: links, MTU, ports, clocks."""
     complaints: list[str] = []
     notices: list[str] = []
     by_name = {one.name: one for one in members}
-    dead: dict[str, list[str]] = {}  # by host: who did not reach it at all
+    dead: dict[tuple[str, str], str] = {}  # who does not reach whom at all, and why
     for name, found in ports.items():
-        for taken, who in found["taken"].items():
+        for number, who in found["taken"].items():
             complaints.append(
-                f"{name}: port {taken} is taken by {who}: end that, or set another nccl.port"
+                f"{name}: port {number} is taken by {who}: end that, or set another nccl.port"
             )
     taken = {name for name, found in ports.items() if found["taken"]}
-    for name, found in paths.items():
-        me = by_name[name]
+    for name, me in by_name.items():
+        found = paths[name]
         if found["why"]:
             complaints.append(f"{name}: {found['why']}")
             continue
-        for peer, seen in found["peers"].items():
-            other = by_name[peer]
-            reached = ports.get(name, {}).get("peers", {}).get(peer, {"problems": {}, "clock": 0})
-            way = f"{name} → {peer} ({other.address} through {me.interface})"
-            blocked = {p: why for p, why in reached["problems"].items() if peer not in taken}
-            if reached["clock"] is None and seen["why"] and peer not in taken:
-                dead.setdefault(peer, []).append(name)
-                complaints.append(f"{way}: {seen['why']}{_route(seen, me)}")
+        for peer, other in by_name.items():
+            if peer == name:
                 continue
-            for number, why in blocked.items():
+            seen = found["peers"][peer]
+            reached = ports[name]["peers"][peer]
+            way = f"{name} → {peer} ({other.address} through {me.interface})"
+            if reached["clock"] is None and seen["why"] and peer not in taken:
+                dead[name, peer] = f"{seen['why']}{_route(seen, me)}"
+                continue
+            for number, why in reached["problems"].items() if peer not in taken else ():
                 complaints.append(
                     f"{way}: port {number}: {why}; open it between these hosts (the ranks of an "
                     "engine listen on ports that the kernel gives, and on nccl.port)"
@@ -129,7 +131,7 @@ def link_findings(
                     f"{way}: the kernel's own route leads through {seen['through']}: two "
                     "interfaces are in one network"
                 )
-    complaints += _silent(dead, len(members))
+    complaints += _unreached(members, dead)
     complaints += clocks_apart(
         [
             Clock(name, peer, seen["clock"][1], seen["clock"][0])
@@ -149,28 +151,52 @@ def _route(seen: Json, me: Member) -> str:
     return ""
 
 
-def _silent(dead: Mapping[str, Sequence[str]], count: int) -> list[str]:
-    """The one host that nobody reaches, where there is one: it is what to look at."""
-    if count < 3:
+def _unreached(members: Sequence[Member], dead: Mapping[tuple[str, str], str]) -> list[str]:
+    """Few lines for many pairs: one for the hosts that nobody reaches, or that reach nobody."""
+    if not dead:
         return []
-    return [
-        f"{name}: none of the others reaches it: see its interface, its firewall, its switch port"
-        for name, by in dead.items()
-        if len(by) == count - 1
+    by_name = {one.name: one for one in members}
+    (first, second), why = next(iter(dead.items()))
+    if len(members) > 2 and len(dead) == len(members) * (len(members) - 1):
+        through = sorted({one.interface for one in members})
+        return [
+            f"no host reaches another through {', '.join(through)}: {first} → {second} "
+            f"({by_name[second].address}): {why}: nothing is at its other end, or a firewall drops "
+            "all of it"
+        ]
+    lines, told = [], set()
+    for name in by_name if len(members) > 2 else ():
+        others = [one for one in by_name if one != name]
+        if all((other, name) in dead for other in others):
+            told.add(name)
+            lines.append(
+                f"{name}: none of the others reaches it ({by_name[name].address} through "
+                f"{by_name[name].interface}): {dead[others[0], name]}; look at its interface, "
+                "firewall and switch port"
+            )
+    lines += [
+        f"{name} → {peer} ({by_name[peer].address} through {by_name[name].interface}): {why}"
+        for (name, peer), why in dead.items()
+        if not told & {name, peer}
     ]
+    return lines
 
 
 def rank_findings(
     found: Mapping[str, Json | str],
     *,
+    first: str,
     layer: Layer | None,
     floor: float | None,
     seconds: int,
 ) -> tuple[list[str], list[str], dict[str, Any]]:
-    """(complaints, notices, figures) of the ranks of all hosts; a text stands for a lost host."""
+    """(complaints, notices, figures) of the ranks of all hosts; a text stands for a lost host.
+
+    ``first``: the host that failed first, "" where none did; others were ended then.
+    """
     complaints: list[str] = []
     notices: list[str] = []
-    waited: list[str] = []
+    waited: dict[str, str] = {}
     results: list[Json] = []
     for name, one in found.items():
         if isinstance(one, str):
@@ -182,8 +208,13 @@ def rank_findings(
                 results.append({**result, "host": name})
             elif rank["why"] and not _waits(rank["why"]):
                 complaints.append(f"{name}: rank {rank['rank']}, {rank['step']}: {rank['why']}")
+            elif rank["code"] == -signal.SIGKILL and name == first and not rank["ended"]:
+                complaints.append(
+                    f"{name}: rank {rank['rank']} was killed at {rank['step'] or 'its start'}: "
+                    "see the kernel's log there (out of memory?)"
+                )
             elif rank["why"] or (rank["code"] or 0) < 0:
-                waited.append(f"{name} at {rank['step'] or 'its start'}")
+                waited[name] = rank["step"]
             else:
                 said = " / ".join(rank["tail"][-3:]) or "it said nothing"
                 complaints.append(
@@ -191,10 +222,7 @@ def rank_findings(
                     f"{rank['step'] or 'its start'}: {said}"
                 )
     if waited and not complaints:
-        complaints.append(
-            f"the ranks did not get through within {seconds} s: {'; '.join(waited)}: see "
-            "firewalls beyond these ports, and NCCL's warnings above"
-        )
+        complaints.append(_late(waited, seconds))
     for result in results:
         if result["wrong"]:
             complaints.append(
@@ -236,6 +264,22 @@ def rank_findings(
         "transports": transports,
     }
     return complaints, notices, figures
+
+
+def _late(waited: Mapping[str, str], seconds: int) -> str:
+    """Who held up the others, by how far each of them came."""
+    order = {step: number for number, step in enumerate(STEPS)}
+    least = min(waited.values(), key=lambda step: order.get(step, 0))
+    slow = [name for name, step in waited.items() if step == least]
+    if len(slow) < len(waited):
+        return (
+            f"{', '.join(slow)}: stood still at {least or 'its start'} while the others waited, "
+            f"{seconds} s: hung, or overloaded"
+        )
+    return (
+        f"the ranks did not get through within {seconds} s, all at {least or 'their start'}: see "
+        "firewalls beyond these ports, and NCCL's warnings above"
+    )
 
 
 def _by_sockets(result: Json) -> bool:

@@ -335,7 +335,7 @@ def reach(own: str, address: str, port: int, me: str, deadline: float) -> Tuple[
     why = "no answer"
     while True:
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0.5:  # too short for an answer: what an earlier try told is the better reason
             return why, {}
         began = time.time()
         try:
@@ -452,17 +452,23 @@ def followed(running: List[Tuple[Json, "subprocess.Popen[str]"]], deadline: floa
     ]
     for reader in readers:
         reader.start()
+    ended = set()  # by us
     while any(process.poll() is None for _, process in running):
         failed = any(process.returncode not in (None, 0) for _, process in running)
         if failed or time.monotonic() >= deadline:
             for _, process in running:
-                kill(process.pid)
+                if process.returncode is None:
+                    ended.add(process.pid)
+                    kill(process.pid)
         print("waiting", flush=True)  # an operator who is gone ends this, and the ranks with it
         time.sleep(0.5)
     for reader in readers:
         reader.join(5)
     return [
-        heard(one["rank"], process.returncode, said[number])
+        {
+            **heard(one["rank"], process.returncode, said[number]),
+            "ended": process.pid in ended,
+        }
         for number, (one, process) in enumerate(running)
     ]
 

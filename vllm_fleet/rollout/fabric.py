@@ -26,7 +26,7 @@ from vllm_fleet.rollout.hosts import Failed, Hosts, Json
 from vllm_fleet.rollout.lock import Lock, Locked, recorded
 
 SCRIPT = "fabric"
-PORTS_SECONDS = 12
+PORTS_SECONDS = 10
 RANK = resources.files("vllm_fleet.onhost").joinpath("allreduce.py")
 
 
@@ -110,28 +110,15 @@ class Change:
         if not members:
             return
         began = self.clock()
-        paths = self._all(
-            "path",
-            {
-                me.name: {"interface": me.interface, "mtu": me.mtu, "peers": self._peers(me)}
-                for me in members
-            },
-        )
-        ports = self._all(
-            "ports",
-            {
-                me.name: {
-                    "name": me.name,
-                    "address": me.address,
-                    "port": self.trial.port,
-                    "more": list(self.trial.more_ports),
-                    "peers": self._peers(me),
-                    "seconds": PORTS_SECONDS,
-                }
-                for me in members
-            },
-        )
-        complaints, notices = link_findings(members, paths, ports, self.trial.port)
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            paths, ports = pool.map(
+                lambda step: self._all(*step),
+                [
+                    ("path", {me.name: self._path_order(me) for me in members}),
+                    ("ports", {me.name: self._ports_order(me) for me in members}),
+                ],
+            )
+        complaints, notices = link_findings(members, paths, ports)
         self._told(notices, complaints)
         self.hosts.say(f"links, MTU and ports: good, {self.clock() - began:.1f} s")
         self.lock.check()
@@ -142,8 +129,10 @@ class Change:
                 f"cards of {', '.join(shared)} serve: a small message, and not more than "
                 f"{SHARED_MBYTE} MB/s; bandwidth is not judged"
             )
+        found, first = self._ranks()
         complaints, notices, self.figures = rank_findings(
-            self._ranks(),
+            found,
+            first=first,
             layer=self.trial.layer,
             floor=None if shared else self.trial.floor,
             seconds=self.trial.seconds,
@@ -159,6 +148,19 @@ class Change:
             + f"; {self.clock() - began:.1f} s"
         )
 
+    def _path_order(self, me: Member) -> Json:
+        return {"interface": me.interface, "mtu": me.mtu, "peers": self._peers(me)}
+
+    def _ports_order(self, me: Member) -> Json:
+        return {
+            "name": me.name,
+            "address": me.address,
+            "port": self.trial.port,
+            "more": list(self.trial.more_ports),
+            "peers": self._peers(me),
+            "seconds": PORTS_SECONDS,
+        }
+
     def _peers(self, me: Member) -> list[Json]:
         return [
             {"name": w.name, "address": w.member.address, "mtu": w.member.mtu}
@@ -172,14 +174,14 @@ class Change:
         if complaints:
             raise Bad("\n".join(dict.fromkeys(complaints)))
 
-    def _ranks(self) -> dict[str, Json | str]:
-        """What the ranks of every host said; a text where a host was lost.
+    def _ranks(self) -> tuple[dict[str, Json | str], str]:
+        """What the ranks of every host said, a text where one was lost; and who failed first.
 
         The first one that fails ends all others: they would wait for it until their time is over.
         """
         orders = self._rank_orders()
         found: dict[str, Json | str] = {}
-        ended = False
+        first = ""
         with ThreadPoolExecutor(max_workers=2 * len(orders)) as pool:
             jobs = {pool.submit(self._ask, name, "rank", one): name for name, one in orders.items()}
             for job in as_completed(jobs):
@@ -188,12 +190,12 @@ class Change:
                     found[name] = job.result()
                 except Failed as error:
                     found[name] = _without(name, str(error))
-                if not ended and _failed(found[name]):
-                    ended = True
+                if not first and _failed(found[name]):
+                    first = name
                     for other in orders:
                         if other not in found:
                             pool.submit(self._end, other)
-        return {name: found[name] for name in orders}
+        return {name: found[name] for name in orders}, first
 
     def _rank_orders(self) -> dict[str, Json]:
         testing = [w for w in self.wanted if w.member]
