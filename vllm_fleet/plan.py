@@ -569,7 +569,8 @@ def _host_plan(
         present = state.texts.get(firewall.FILE)
         givers = firewall.sharers(fleet).get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
-        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing):
+        nodes = firewall.nodes(fleet, spec, states, present)
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing, nodes):
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.
