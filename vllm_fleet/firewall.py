@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_fleet import fanout, paths
+from vllm_fleet import fabric, fanout, paths
 from vllm_fleet.fabric.discovery import INNER
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.render import render
@@ -68,11 +68,12 @@ def nodes(
     Engines, NCCL and gloo listen on ports that the kernel gives, all of its range; ``more``: the
     ports where ranks of a span meet, Ray's.
     """
-    if spec.settings.nccl is None or spec.name not in states:
+    settings = fabric.taken_part(spec)
+    if settings is None or spec.name not in states:
         return Nodes()
     given = states[spec.name].transfers.get("ports") or LOCAL_PORTS
-    single = sorted({spec.settings.nccl.port, *more} - {*range(given[0], given[1] + 1)})
-    hosts = [host for host in fleet.hosts if host.settings.nccl is not None]
+    single = sorted({settings.port, *more} - {*range(given[0], given[1] + 1)})
+    hosts = [host for host in fleet.hosts if fabric.taken_part(host) is not None]
     return Nodes(
         (*map(str, single), f"{given[0]}-{given[1]}"),
         _seen(hosts, states, _remembered(present, _NODES)),

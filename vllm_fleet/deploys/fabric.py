@@ -73,7 +73,7 @@ def _prepared(plans: Mapping[str, HostPlan]) -> Prepared:
     gone = [
         name
         for name, plan in plans.items()
-        if plan.spec.settings.nccl is None and plan.state.texts.get(fabric.FILE) is not None
+        if fabric.taken_part(plan.spec) is None and plan.state.texts.get(fabric.FILE) is not None
     ]
     if not nodes and not gone:
         raise DeployError(
@@ -136,12 +136,12 @@ def _nodes(plans: Mapping[str, HostPlan]) -> list[Node]:
         Node(
             name,
             plan.spec.address,
-            plan.spec.settings.nccl,
+            settings,
             plan.spec.settings.device == "cuda",
             discover(plan.state),
         )
         for name, plan in plans.items()
-        if plan.spec.settings.nccl is not None
+        if (settings := fabric.taken_part(plan.spec)) is not None
     ]
 
 
@@ -150,7 +150,7 @@ def _missing(plans: Mapping[str, HostPlan]) -> list[str]:
     by_name = {one.name: one for one in inventory}
     complaints = []
     for spec in read_spec()[0].hosts:
-        if spec.settings.nccl is None or spec.name in plans:
+        if fabric.taken_part(spec) is None or spec.name in plans:
             continue
         if state.is_host_in_limit(by_name[spec.name]):
             complaints.append(

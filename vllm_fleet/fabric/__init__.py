@@ -7,11 +7,17 @@ NCCL, gloo and vLLM for it, :mod:`nodes` compares versions, :mod:`findings` judg
 from __future__ import annotations
 
 from vllm_fleet import paths
+from vllm_fleet.spec.model import HostSpec, Nccl
 
 # Read by the units of ranks (EnvironmentFile=), written by nccl.py alone: only what was tested
 # on all hosts together is ever in it. No instance may have this name.
 NAME = "fabric"
 FILE = f"{paths.ETC}/{NAME}.env"
+
+
+def taken_part(spec: HostSpec) -> Nccl | None:
+    """The settings of a host that is part of the fabric; None where it is not."""
+    return spec.settings.nccl if "gpu" in spec.groups else None
 
 
 def text_of(environment: dict[str, str]) -> str:
