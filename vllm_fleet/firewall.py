@@ -41,6 +41,7 @@ class Nodes:
 
     ports: tuple[str, ...] = ()  # "29400", "32768-60999"
     addresses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by host
+    ssh_ports: tuple[int, ...] = ()  # never closed, also where they are among those
 
 
 def peers(
@@ -77,12 +78,21 @@ def nodes(
     return Nodes(
         (*map(str, single), f"{given[0]}-{given[1]}"),
         _seen(hosts, states, _remembered(present, _NODES)),
+        tuple(ssh_ports(states[spec.name])),
     )
 
 
 def all_addresses(host: HostSpec, state: HostState | None) -> list[str]:
     """The addresses from which a host may come: the inventory's, and those seen on it."""
     return sorted({host.address, *(_addresses(state) if state else [])})
+
+
+def ssh_ports(state: HostState) -> list[int]:
+    """Ports of a host at which sshd listens."""
+    units = ("ssh.service", "sshd.service", "ssh.socket", "sshd.socket")
+    return sorted(
+        int(port) for port, holder in state.listening.items() if holder.get("unit") in units
+    )
 
 
 def sharers(fleet: Fleet) -> dict[int, list[str]]:
@@ -124,6 +134,7 @@ def files(
         "told": _TOLD + json.dumps(peers, sort_keys=True),
         "ports": ports,
         "node_ports": nodes.ports,
+        "ssh_ports": nodes.ssh_ports,
         "told_nodes": _NODES + json.dumps(nodes.addresses, sort_keys=True) if nodes.ports else "",
         "nodes4": _networks(spec, others, 4),
         "nodes6": _networks(spec, others, 6),

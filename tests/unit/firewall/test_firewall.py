@@ -102,6 +102,15 @@ def test_ports_of_ranks_are_open_to_hosts_of_the_fabric_alone(tmp_path: Path) ->
     assert again == text
 
 
+def test_sshd_is_never_closed_out(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gpu="nccl: {}\n")
+    looked = states(found, gpu_1={"listening": {"40022": {"pid": 1, "unit": "ssh.service"}}})
+    text = next(
+        f for f in plan_fleet(found, looked, Inputs())["gpu-1"].files if f.path == firewall.FILE
+    ).content
+    assert text.index("tcp dport { 40022 } accept") < text.index("32768-60999")
+
+
 def test_a_host_of_no_fabric_leaves_the_ports_of_the_kernel_alone(tmp_path: Path) -> None:
     found = fleet(tmp_path, gpu="{}\n")
     looked = states(found)
