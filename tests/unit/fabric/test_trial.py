@@ -76,9 +76,7 @@ def looked(
         links = {b: {**SEEN, **(seen or {}).get((a, b), {})} for b in peers}
         paths[a] = {
             "why": "",
-            "peers": {
-                b: no if b in gone else {**SEEN, **(seen or {}).get((a, b), {})} for b in peers
-            },
+            "peers": links | {b: {**SEEN, "why": "no answer"} for b in gone},
         }
         none = {"problems": {"29400": "no answer"}, "clock": None}
         ports[a] = {
