@@ -149,11 +149,13 @@ def test_an_interface_without_a_route(nodes: Nodes) -> None:
     assert "no host reaches another through fab9: n1 → n2 (10.99.0.2): no answer: nothing" in told
 
 
+@pytest.mark.long
 def test_an_interface_that_is_gone(nodes: Nodes) -> None:
     told = nodes.refused("interface that is not there", nodes.wanted("eth7"))
     assert "n2: interface eth7 is not there" in told
 
 
+@pytest.mark.long
 def test_a_host_in_another_network(nodes: Nodes) -> None:
     nodes.ip("n3", "addr", "flush", "dev", "eth0")
     nodes.ip("n3", "addr", "add", "10.82.0.3/24", "dev", "eth0")
@@ -169,6 +171,7 @@ def test_an_mtu_that_differs(nodes: Nodes) -> None:
     assert "MTU is 1500 on n1 and 1300 on n2" in told
 
 
+@pytest.mark.long
 def test_the_meeting_port_is_blocked(nodes: Nodes) -> None:
     nodes.sh("n2", f"nft add table ip t; nft add chain ip t c '{HOOK}'")
     nodes.sh("n2", f"nft add rule ip t c ip saddr 10.81.0.3 tcp dport {PORT} drop")
@@ -177,6 +180,7 @@ def test_the_meeting_port_is_blocked(nodes: Nodes) -> None:
     assert "n1 → n2" not in told
 
 
+@pytest.mark.long
 def test_ports_that_the_kernel_gives_are_blocked(nodes: Nodes) -> None:
     nodes.sh("n1", f"nft add table ip t; nft add chain ip t c '{HOOK}'")
     opens = "tcp dport 32768-60999 tcp flags '& (fin | syn | rst | ack) == syn' reject"
@@ -186,6 +190,7 @@ def test_ports_that_the_kernel_gives_are_blocked(nodes: Nodes) -> None:
     assert "connection refused; open it between these hosts" in told
 
 
+@pytest.mark.long
 def test_the_meeting_port_is_taken(nodes: Nodes) -> None:
     words = nodes.inside("n1", "python3", "-m", "http.server", str(PORT), "--bind", "10.81.0.1")
     taker = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -206,6 +211,7 @@ def test_the_meeting_port_is_taken(nodes: Nodes) -> None:
         taker.wait()
 
 
+@pytest.mark.long
 def test_a_host_that_is_down_at_the_start(nodes: Nodes) -> None:
     lost = nodes.ask
 
@@ -251,6 +257,7 @@ def test_a_host_that_dies_in_the_test(nodes: Nodes) -> None:
     assert told.splitlines()[1] == "n2: connection lost"
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed(nodes: Nodes) -> None:
     def kill() -> None:
         for pid in nodes.pids("n2"):
@@ -263,6 +270,7 @@ def test_a_rank_that_is_killed(nodes: Nodes) -> None:
     assert told.splitlines()[1].startswith("n2: rank 1 was killed at ")
 
 
+@pytest.mark.long
 def test_a_host_that_is_frozen_in_the_test(nodes: Nodes) -> None:
     thread = in_the_test(nodes, "n3", lambda: nodes.signal("n3", signal.SIGSTOP))
     # Its own alarm does not come either while it is frozen: the operator's end gives it up.
@@ -274,6 +282,7 @@ def test_a_host_that_is_frozen_in_the_test(nodes: Nodes) -> None:
     assert "n3: stood still at " in told
 
 
+@pytest.mark.long
 def test_less_bandwidth_than_the_floor(nodes: Nodes) -> None:
     told = nodes.refused("less bandwidth than the floor", floor=1000.0)
     assert "GB/s bus bandwidth, less than 1000.00" in told

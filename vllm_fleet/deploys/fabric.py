@@ -83,6 +83,13 @@ def _prepared(plans: Mapping[str, HostPlan]) -> Prepared:
     complaints = _missing(plans)
     if len(nodes) == 1:
         complaints.append(f"{nodes[0].name} is alone: a fabric has two hosts at least")
+    alike = ("port", "test_mib", "test_seconds", "floor_gbyte")
+    complaints += [
+        f"nccl.{key} is one for all hosts of the fabric, and differs between them: set it for all "
+        "of them alike, in one file"
+        for key in alike
+        if len({getattr(node.settings, key) for node in nodes}) > 1
+    ]
     choices: dict[str, Choice] = {}
     if nodes and not complaints:
         choices, complaints = environments(nodes)

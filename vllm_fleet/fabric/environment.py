@@ -380,8 +380,11 @@ def _allowed(node: Node) -> list[str]:
                 f"{node.name}: nccl.env: {key} does not belong to the fabric; put it into `env` "
                 "of the model or instance"
             )
-        elif '"' in node.settings.env[key]:
-            found.append(f"{node.name}: nccl.env: {key}: quotes are not passed on; leave them out")
+        elif set(node.settings.env[key]) & set('"\\$`'):
+            found.append(
+                f"{node.name}: nccl.env: {key}: quotes, `$` and backslashes are not passed on; "
+                "leave them out"
+            )
     return found
 
 

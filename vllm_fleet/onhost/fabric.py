@@ -453,15 +453,20 @@ def followed(running: List[Tuple[Json, "subprocess.Popen[str]"]], deadline: floa
     for reader in readers:
         reader.start()
     ended = set()  # by us
-    while any(process.poll() is None for _, process in running):
-        failed = any(process.returncode not in (None, 0) for _, process in running)
-        if failed or time.monotonic() >= deadline:
-            for _, process in running:
-                if process.returncode is None:
-                    ended.add(process.pid)
-                    kill(process.pid)
-        print("waiting", flush=True)  # an operator who is gone ends this, and the ranks with it
-        time.sleep(0.5)
+    try:
+        while any(process.poll() is None for _, process in running):
+            failed = any(process.returncode not in (None, 0) for _, process in running)
+            if failed or time.monotonic() >= deadline:
+                for _, process in running:
+                    if process.returncode is None:
+                        ended.add(process.pid)
+                        kill(process.pid)
+            print("waiting", flush=True)  # fails where the operator is gone: then nobody waits
+            time.sleep(0.5)
+    finally:
+        for _, process in running:
+            if process.poll() is None:
+                kill(process.pid)
     for reader in readers:
         reader.join(5)
     return [

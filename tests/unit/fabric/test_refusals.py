@@ -66,7 +66,8 @@ def test_an_interface_that_cannot_carry_it(name: str, why: str) -> None:
         ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE is for debugging"),
         ({"NCCL_ALGO": "Ring"}, "NCCL_ALGO is for debugging"),
         ({"OMP_NUM_THREADS": "1"}, "does not belong to the fabric; put it into `env`"),
-        ({"NCCL_IB_TC": 'a"b'}, "quotes are not passed on"),
+        ({"NCCL_IB_TC": 'a"b'}, "quotes, `$` and backslashes are not passed on"),
+        ({"NCCL_IB_TC": "$HOME"}, "quotes, `$` and backslashes are not passed on"),
     ],
 )
 def test_an_operators_value_is_checked_against_the_host(env: dict[str, str], told: str) -> None:
