@@ -302,6 +302,7 @@ def _waits(why: str) -> bool:
             "remote process exited",
             "broken pipe",
             "recvvalue failed",
+            "connection was likely closed",  # torch's store, where rank 0 is gone
         )
     )
 

@@ -267,6 +267,7 @@ class Listeners:
             server.listen(128)
             self._sockets.append(server)
             self._told["more"].append(server.getsockname()[1])
+        for server in self._sockets:  # only now: the first answer tells of all ports
             threading.Thread(target=self._serve, args=(server,), daemon=True).start()
 
     def _serve(self, server: socket.socket) -> None:
@@ -332,11 +333,11 @@ def ports(order: Json) -> Json:
 
 def reach(own: str, address: str, port: int, me: str, deadline: float) -> Tuple[str, Json]:
     """(why a port was not reached, what it told)."""
-    why = "no answer"
+    why = ""
     while True:
         left = deadline - time.monotonic()
-        if left <= 0.5:  # too short for an answer: what an earlier try told is the better reason
-            return why, {}
+        if left <= 0.5:  # too short for an answer
+            return why or "no answer", {}
         began = time.time()
         try:
             with socket.create_connection((address, port), min(left, 3.0), (own, 0)) as link:
@@ -355,7 +356,7 @@ def reach(own: str, address: str, port: int, me: str, deadline: float) -> Tuple[
             clock = (round((ended - began) / 2, 4), round(told["now"] - (began + ended) / 2, 4))
             return "", {"clock": clock, "more": told["more"]}
         except socket.timeout:
-            why = "no answer"
+            pass  # a refusal that was told before says more: the kernel tells only some of them
         except (OSError, ValueError) as error:
             why = (getattr(error, "strerror", None) or str(error)).lower()
         time.sleep(0.2)
