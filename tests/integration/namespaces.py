@@ -119,23 +119,33 @@ class Namespaces:
 
     # --- as a change sees them
 
-    def ask(self, host: str, script: str, order: Mapping[str, Any]) -> Json:
+    def start(self, host: str, script: str, order: Mapping[str, Any]) -> subprocess.Popen[str]:
+        """A script of ours under way on a host; its output is read from its `stdout`."""
         sources = []
         for name in SCRIPTS[script]:
             folder, _, module = name.rpartition("/")
             text = (ONHOST / (folder or "onhost") / f"{module}.py").read_text()
             sources.append((module, text))
-        done = subprocess.run(
+        process = subprocess.Popen(
             self.inside(host, "python3", "-u", "-c", BOOT, script),
-            input=f"{json.dumps(sources)}\n{json.dumps(dict(order))}\n",
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
-        if done.returncode < 0:
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(f"{json.dumps(sources)}\n{json.dumps(dict(order))}\n")
+        return process
+
+    def ask(self, host: str, script: str, order: Mapping[str, Any]) -> Json:
+        process = self.start(host, script, order)
+        assert process.stdout is not None
+        with process.stdout as stdout:
+            lines = stdout.read().splitlines()
+        if process.wait() < 0:
             raise Failed(f"{host}: connection lost")
-        return result_of(host, done.stdout.splitlines())
+        return result_of(host, lines)
 
     def say(self, text: str) -> None:
         self.said.append(text)

@@ -282,6 +282,26 @@ def test_a_host_that_is_frozen_in_the_test(nodes: Nodes) -> None:
     assert "n3: stood still at " in told
 
 
+@pytest.mark.parametrize("how", ["its connection is gone", "the script is killed"])
+def test_ranks_end_with_whoever_waits_for_them(nodes: Nodes, how: str) -> None:
+    """A rank that waits for others who never come, when its operator or its script is gone."""
+    words = ["--rank", "0", "--world", "2", "--master", f"10.81.0.1:{PORT}"]
+    ranks = [{"rank": 0, "arguments": [*words, "--seconds", "60"], "environment": {}}]
+    source = (Path(__file__).parents[2] / "vllm_fleet/onhost/allreduce.py").read_text()
+    order = {"action": "rank", "run": "r", "ranks": ranks, "source": source, "seconds": 60}
+    script = nodes.start("n1", "fabric", {**order, "python": str(nodes.python)})
+    assert until(lambda: any("allreduce.py" in c for c in commands(nodes, "n1")), 30)
+    time.sleep(1.0)
+    began = time.monotonic()
+    assert script.stdout is not None
+    if how == "the script is killed":
+        script.kill()
+    script.stdout.close()  # as sshd does it
+    script.wait(20)
+    assert nodes.settled(10) == {}
+    print(f"{how}: nothing runs any more after {time.monotonic() - began:.1f} s")
+
+
 @pytest.mark.long
 def test_less_bandwidth_than_the_floor(nodes: Nodes) -> None:
     told = nodes.refused("less bandwidth than the floor", floor=1000.0)
