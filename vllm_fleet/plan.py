@@ -19,6 +19,7 @@ from vllm_fleet import (
     alertmanager,
     engine_data,
     exam,
+    fabric,
     fanout,
     firewall,
     gateway,
@@ -292,7 +293,7 @@ def asked() -> str:
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [
                 *(PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE),
-                *(alertmanager.PACKAGED, alertmanager.DEFAULTS),
+                *(alertmanager.PACKAGED, alertmanager.DEFAULTS, fabric.FILE),
             ],
         }
     )
@@ -582,7 +583,8 @@ def _host_plan(
         present = state.texts.get(firewall.FILE)
         givers = firewall.sharers(fleet).get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
-        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing):
+        nodes = firewall.nodes(fleet, spec, states, present)
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing, nodes):
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.

@@ -423,6 +423,43 @@ class AirGapped(Settings):
     )
 
 
+class Nccl(Settings):
+    """How nodes of models that span hosts reach each other; nccl.py finds out, tests and keeps."""
+
+    interface: Interface | None = Field(
+        None,
+        description="Interface of this host that carries it; null: found, one whose network all "
+        "hosts of the fabric share. Name it where hosts are joined by routers.",
+        examples=["bond0"],
+    )
+    rdma: Literal["auto", "required", "off"] = Field(
+        "auto",
+        description="InfiniBand or RoCE: auto takes it where every host has it; required refuses "
+        "hosts without, and a test in which NCCL fell back to sockets.",
+    )
+    env: dict[EnvName, Value] = Field(
+        default_factory=dict,
+        description="NCCL's own variables; they win over what is found, and are checked against "
+        "the host. Variables for debugging are refused.",
+        examples=[{"NCCL_IB_TC": "106"}],
+    )
+    floor_gbyte: Annotated[float, Field(strict=False, gt=0)] | None = Field(
+        None,
+        description="Least bus bandwidth of an all-reduce over all hosts, in GB a second; null: a "
+        "quarter of the slowest link's speed, where links tell theirs.",
+        examples=[20],
+    )
+    test_mib: Annotated[int, Field(ge=1, le=4096)] = Field(
+        256, description="Largest message of the test; cards take four times as much."
+    )
+    test_seconds: Annotated[int, Field(ge=20)] = Field(
+        120, description="How long the test of all hosts together may take."
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        29400, description="Port of the first host at which the ranks of the test meet."
+    )
+
+
 class Acme(Settings):
     """Certificate fetched and renewed on the gateway by certbot, proved over port 80."""
 
@@ -1027,6 +1064,11 @@ class HostSettings(Settings):
         (),
         description="Further addresses and networks that may reach the instances' ports.",
         examples=[["10.0.9.0/24"]],
+    )
+    nccl: Nccl | None = Field(
+        None,
+        description="This host takes part in the fabric of models that span hosts; null: it does "
+        "not. `{}` has everything found.",
     )
     probe: Probe = Field(
         default_factory=Probe, description="Asks each instance for a token; frees wedged ones."

@@ -52,6 +52,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "hold_driver_packages",
             "firewall",
             "firewall_allow",
+            "nccl",
             "probe",
             "gpu_metrics",
         ),
