@@ -19,6 +19,7 @@ from vllm_fleet import (
     alertmanager,
     engine_data,
     exam,
+    fabric,
     fanout,
     firewall,
     gateway,
@@ -36,6 +37,7 @@ from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
+from vllm_fleet.model_options import given_options
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
@@ -296,7 +298,7 @@ def asked() -> str:
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [
                 *(PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE),
-                *(alertmanager.PACKAGED, alertmanager.DEFAULTS),
+                *(alertmanager.PACKAGED, alertmanager.DEFAULTS, fabric.FILE),
             ],
         }
     )
@@ -326,6 +328,25 @@ def plan_fleet(
     reasons = [reason for view in views.values() for reason in view.reasons]
     if reasons:
         raise Refusal(reasons)
+    plans, reasons = plans_of(fleet, states, inputs, views)
+    for plan in plans.values():
+        reasons += room.refusals(plan)
+        reasons += _unlisted(plan)
+    if reasons:
+        raise Refusal(reasons)
+    return fanout.arranged(plans)
+
+
+def plans_of(
+    fleet: Fleet,
+    states: Mapping[str, HostState],
+    inputs: Inputs,
+    views: Mapping[str, HostView],
+) -> tuple[dict[str, HostPlan], list[str]]:
+    """Plans of the hosts that are surveyed, whatever the survey says of them, and why others
+    have none. For looking: only :func:`plan_fleet` says what may be applied.
+    """
+    reasons: list[str] = []
     known = refusals(states.values())
     wanted: dict[str, tuple[PlannedInstance, ...]] = {}
     kept: dict[str, dict[str, Kept]] = {}
@@ -345,11 +366,11 @@ def plan_fleet(
                 for one in wanted[spec.name]
             )
     if reasons:
-        raise Refusal(reasons)
+        return {}, reasons
     pools = pools_of(instances)
     plans: dict[str, HostPlan] = {}
     for spec in fleet.hosts:
-        if spec.name in states:
+        if spec.name in views:
             with _refusing(spec, reasons):
                 plans[spec.name] = _host_plan(
                     fleet,
@@ -361,13 +382,7 @@ def plan_fleet(
                     pools,
                     inputs,
                 )
-    plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
-    for plan in plans.values():
-        reasons += room.refusals(plan)
-        reasons += _unlisted(plan)
-    if reasons:
-        raise Refusal(reasons)
-    return fanout.arranged(plans)
+    return {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}, reasons
 
 
 def _unlisted(plan: HostPlan) -> list[str]:
@@ -432,7 +447,7 @@ def _instance(
         release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**sized.args, **model.vllm_args, **one.vllm_args},
+        args={**sized.args, **given_options(one.model, model, one)},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,
@@ -597,7 +612,8 @@ def _host_plan(
         present = state.texts.get(firewall.FILE)
         givers = firewall.sharers(fleet).get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
-        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing):
+        nodes = firewall.nodes(fleet, spec, states, present)
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing, nodes):
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.

@@ -53,6 +53,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "hold_driver_packages",
             "firewall",
             "firewall_allow",
+            "nccl",
             "probe",
             "gpu_metrics",
         ),

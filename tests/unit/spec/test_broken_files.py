@@ -335,6 +335,14 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
             "/var/lib/vllm; choose another"
         ],
     ),
+    "the name of the fabric's file": (
+        "prod",
+        good(("name: a", "name: fabric")),
+        [
+            "prod.yml:6:11: instances[0].name: is the name of a file of ours in /etc/vllm "
+            "(/etc/vllm/fabric.env); choose another"
+        ],
+    ),
     "one name of two instances": (
         "prod",
         good(then="  - {name: a, hosts: [gpu-01], model: glm, cards: [2], port: 8002}\n"),
