@@ -254,6 +254,7 @@ def bundled_packages() -> tuple[str, ...]:
                 *GATEWAY_PACKAGES,
                 *keepalived.PACKAGES,
                 *MONITORING_PACKAGES,
+                *alertmanager.PACKAGES,
                 *firewall.PACKAGES,
             }
         )
