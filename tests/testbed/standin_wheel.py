@@ -58,6 +58,7 @@ BOUNDS = {
     "vllm:time_to_first_token_seconds": FIRST_TOKEN_BOUNDS,
     "vllm:inter_token_latency_seconds": BETWEEN_TOKENS_BOUNDS,
 }
+OF_THE_SERVER = ("vllm:admission_rejections_total",)  # not of one of its engines
 PROCESS = ("process_start_time_seconds", "process_resident_memory_bytes")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal input gives equal bytes
 
@@ -131,6 +132,7 @@ def exported(version: str) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "kind": kind,
+            "engine": name not in OF_THE_SERVER,
             "labels": LABELS.get(name, {}),
             "bounds": BOUNDS.get(name, SECONDS if name.endswith("_seconds") else TOKENS),
         }

@@ -190,7 +190,9 @@ class App:
         lines = []
         for name, kept in self.how.metrics.items():
             lines.append(f"# TYPE {name} {kept['kind']}")
-            labels = f'engine="0",model_name="{self.names[0]}"' if ":" in name else ""
+            labels = f'model_name="{self.names[0]}"' if ":" in name else ""
+            if labels and kept["engine"]:
+                labels = f'engine="0",{labels}'
             if name in self.histograms:
                 lines += self.histograms[name].samples(name, labels)
                 continue
