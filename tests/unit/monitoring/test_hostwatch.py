@@ -32,6 +32,10 @@ GPU 2: NVIDIA L4 (UUID: GPU-c)
 """
 
 
+# What an H200 answered to the same question (driver 580.159.04; its UUID is another).
+H200 = "0, GPU-a, 0, 143771, 0, 33, 88.00, 0, [N/A], No, No" + ", Not Active" * 4 + "\n"
+
+
 def entry(at: float, text: str) -> str:
     return json.dumps({"__REALTIME_TIMESTAMP": str(int(at * 1e6)), "MESSAGE": text})
 
@@ -90,6 +94,27 @@ def test_cards_are_read_whatever_a_cell_says(
     owner = next(iter(samples["vllm_fleet_card_memory_used_bytes"]))
     assert dict(owner)["vllm_instance"] == "air-a"
     assert set(samples) <= metrics.own_series()
+
+
+def test_a_real_h200_is_read(watched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no retired pages (rows are remapped instead), and, alone, no lines of NVLink."""
+    monkeypatch.setattr(hostwatch, "output", lambda words: "" if "nvlink" in words else H200)
+    samples: hostwatch.Samples = {}
+    hostwatch.nvidia(settings(watched), samples)
+    found = {name: set(rows.values()) for name, rows in samples.items()}
+    assert found == {
+        "vllm_fleet_card_memory_used_bytes": {0},
+        "vllm_fleet_card_memory_total_bytes": {143771 * 2**20},
+        "vllm_fleet_card_utilization_ratio": {0},
+        "vllm_fleet_card_temperature_celsius": {33},
+        "vllm_fleet_card_power_watts": {88.0},
+        "vllm_fleet_card_ecc_uncorrected_total": {0},
+        "vllm_fleet_card_repair_pending": {0},
+        "vllm_fleet_card_remap_failed": {0},
+        "vllm_fleet_card_throttled": {0},
+        "vllm_fleet_card_present": {0, 1},
+    }
+    assert len(samples["vllm_fleet_card_throttled"]) == 4
 
 
 def test_a_field_that_the_driver_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
