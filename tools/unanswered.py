@@ -42,7 +42,7 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"(?:[^"\\]|\\.)*"')
 _NEEDS = {
     "vllm_fleet_card_": "cards",
     "node_infiniband_": "InfiniBand",
-    "alertmanager_": "an Alertmanager of ours",
+    "alertmanager_": "Alertmanager of ours",
 }
 # They have no series before the first event, and which event is in their labels.
 EVENTS = frozenset(
@@ -180,7 +180,7 @@ def _parts(prometheus: Prometheus) -> set[str]:
     asked = {
         "cards": 'up{job="gpu"} or vllm_fleet_card_present',
         "InfiniBand": "node_infiniband_state_id",
-        "an Alertmanager of ours": 'up{job="alertmanager"}',
+        "Alertmanager of ours": 'up{job="alertmanager"}',
     }
     return {part for part, expr in asked.items() if prometheus.has(expr, 0)}
 
