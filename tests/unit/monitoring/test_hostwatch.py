@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fleet import metrics
+from vllm_fleet import metrics, watch
 from vllm_fleet.onhost import hostwatch, ledger
 
 SMI = """\
@@ -253,8 +253,12 @@ def test_what_the_rollout_writes_is_what_is_told(
         name = "vllm_fleet_change_until_seconds"
         return of(samples, name, "pool") if name in samples else {}
 
+    asked: list[Any] = []
+    monkeypatch.setattr(ledger.subprocess, "run", lambda words, **_: asked.append(words))
     ledger.plan_change("air-a", "air", 660)
     assert told()["air"] == pytest.approx(time.time() + 660, abs=60)
+    # Not with the next round of the timer, which an alert may outrun.
+    assert asked == [["systemctl", "start", "--no-block", f"{watch.HOSTWATCH}.service"]]
     ledger.end_change("air-a")
     assert told() == {}
     ledger.end_change("air-a")  # said again
