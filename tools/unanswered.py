@@ -2,7 +2,7 @@
 
     python -m tools.unanswered http://mon-01:9090
 
-The panels are those of a fleet as this Prometheus watches it: with the vLLM versions and the
+Panels and marks are those of a fleet as this Prometheus watches it: with the vLLM versions and the
 exporters of cards among its targets. A panel is asked as Grafana asks it, with everything
 chosen, over the last minutes; one that has nothing but NaN counts as empty. A rule is silent
 while all is well, so each series that it looks at is asked for instead.
@@ -50,6 +50,7 @@ EVENTS = frozenset(
         "vllm_fleet_xid_total",
         "vllm_fleet_xid_time_seconds",
         "vllm_fleet_change_until_seconds",
+        "vllm_fleet_change_timestamp_seconds",
         "vllm_fleet_gateway_refused_total",
         "vllm_fleet_gateway_limited_total",
         "vllm_fleet_gateway_key_refused_total",
@@ -135,6 +136,9 @@ def unanswered(prometheus: Prometheus, seconds: float = LOOK_BACK) -> Found:
             continue
         board = dashboard.build(name, versions, exporters)
         _ask_variables(prometheus, name, board, found)
+        for one in board["annotations"]["list"]:
+            for selector in selectors(resolved(one["expr"])):
+                _ask_series(prometheus, f"{name}: {one['name']}", selector, parts, found)
         for panel in board["panels"]:
             for target in panel.get("targets", ()):
                 found.panels += 1

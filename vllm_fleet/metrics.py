@@ -65,6 +65,10 @@ OWN = {
     "vllm_fleet_probe_time_seconds": "gauge",
     "vllm_fleet_probe_out": "gauge",
     "vllm_fleet_probe_restarts_total": "counter",
+    # rollout/audit.py
+    "vllm_fleet_change_timestamp_seconds": "gauge",
+    "vllm_fleet_change_seconds": "gauge",
+    "vllm_fleet_rollout_timestamp_seconds": "gauge",
     # onhost/hostwatch.py
     "vllm_fleet_hostwatch_time_seconds": "gauge",
     "vllm_fleet_instance_info": "gauge",

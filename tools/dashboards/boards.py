@@ -94,7 +94,7 @@ def rate(metric: str, by: str, of: str, legend: str) -> tuple[tuple[str, str], .
 
 def events(metric: str, by: str, of: str, legend: str) -> tuple[tuple[str, str], ...]:
     """The same of a counter that begins with its first event."""
-    return ((f"sum by ({by}) (rate({metric}{{{of}}}{RATE})) or vector(0)", legend),)
+    return ((f"sum by ({by}) (rate({metric}{{{of}}}{RATE})) or on() vector(0)", legend),)
 
 
 def failing(by: str, of: str, legend: str) -> tuple[tuple[str, str], ...]:
@@ -127,7 +127,7 @@ READY = Panel(
 )
 FIRING = Panel(
     "Alerts firing",
-    (('count(ALERTS{alertstate="firing",severity!="none"}) or vector(0)', "firing"),),
+    (('count(ALERTS{alertstate="firing",severity!="none"}) or on() vector(0)', "firing"),),
     kind="stat",
     width=6,
     red_from=1,
@@ -170,7 +170,7 @@ FLEET = Board(
                 FIRING,
                 Panel(
                     "Hosts away",
-                    (('count(up{job="node"} == 0) or vector(0)', "away"),),
+                    (('count(up{job="node"} == 0) or on() vector(0)', "away"),),
                     kind="stat",
                     width=6,
                     red_from=1,
@@ -559,7 +559,7 @@ CARDS = Board(
             (
                 Panel(
                     "Cards lost",
-                    (("count(vllm_fleet_card_present == 0) or vector(0)", "lost"),),
+                    (("count(vllm_fleet_card_present == 0) or on() vector(0)", "lost"),),
                     kind="stat",
                     width=6,
                     red_from=1,
@@ -570,7 +570,7 @@ CARDS = Board(
                     (
                         (
                             'count(time() - vllm_fleet_xid_time_seconds{action!="none"} < 3600)'
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "kinds",
                         ),
                     ),
@@ -583,7 +583,7 @@ CARDS = Board(
                     "Uncorrectable errors of memory",
                     (
                         (
-                            f"sum(vllm_fleet_card_ecc_uncorrected_total{{{CARD}}}) or vector(0)",
+                            f"sum(vllm_fleet_card_ecc_uncorrected_total{{{CARD}}}) or on() vector(0)",
                             "since boot",
                         ),
                     ),
@@ -597,7 +597,7 @@ CARDS = Board(
                     (
                         (
                             f"count(max by (host, card) (vllm_fleet_card_throttled{{{CARD}}}) == 1)"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "slow",
                         ),
                     ),
@@ -653,7 +653,7 @@ CARDS = Board(
                     (
                         (
                             f"sum by (host, card) (vllm_fleet_card_nvlinks_active{{{CARD}}})"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             CARD_NAMED,
                         ),
                     ),
@@ -802,7 +802,7 @@ GATEWAYS = Board(
                     (
                         (
                             "min by (host) (vllm_fleet_certificate_expires_time_seconds) - time()"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "{{host}}",
                         ),
                     ),
@@ -829,7 +829,7 @@ UPGRADE = Board(
                     (
                         (
                             "max by (pool) (vllm_fleet_change_until_seconds) > bool time()"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "{{pool}}",
                         ),
                     ),
@@ -914,6 +914,18 @@ UPGRADE = Board(
                     unit="s",
                     stacked=True,
                     alert="InstanceStartsLong",
+                ),
+                Panel(
+                    "The last change took",
+                    (
+                        (
+                            f"vllm_fleet_change_seconds{{{POOL}}} or on() vector(0)",
+                            NAMED,
+                        ),
+                    ),
+                    unit="s",
+                    text="Out of the pool until back in it, by upgrade.py, rollback.py or a "
+                    "deploy; 0 before the first.",
                 ),
             ),
         ),
