@@ -583,7 +583,8 @@ CARDS = Board(
                     "Uncorrectable errors of memory",
                     (
                         (
-                            f"sum(vllm_fleet_card_ecc_uncorrected_total{{{CARD}}}) or on() vector(0)",
+                            f"sum(vllm_fleet_card_ecc_uncorrected_total{{{CARD}}})"
+                            " or on() vector(0)",
                             "since boot",
                         ),
                     ),
