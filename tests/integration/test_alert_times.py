@@ -107,11 +107,10 @@ def kill_thrice(site: Monitored) -> None:
 
 
 def spoil_weights(site: Monitored) -> None:
-    """A file that ends early, and a start that reads it."""
-    host = site.fleet.bed.host("roll-1")
-    host.sh(
-        f"f=$(ls /opt/vllm/models/{MANY}/*/model-00002*); chattr -i $f 2>/dev/null; "
-        "truncate -s -4096 $f; systemctl kill -s KILL vllm@a"
+    """A shard that cannot be read any more, and a start that looks at it."""
+    site.fleet.bed.host("roll-1").sh(
+        f"chmod 000 $(readlink -f /opt/vllm/models/{MANY}/*/model-00002*); "
+        "systemctl kill -s KILL vllm@a"
     )
 
 
@@ -132,13 +131,13 @@ FAULTS = (
           "instance": "a"}),
     Fault("a server is killed three times", kill_thrice, "InstanceFlaps", {"host": "roll-3",
           "instance": "b"}),
-    Fault("a file of weights is cut short, and the server killed", spoil_weights,
+    Fault("a file of weights cannot be read any more, and the server is killed", spoil_weights,
           "InstanceFailed", {"host": "roll-1", "instance": "a"}),
     Fault("an instance is stopped by hand", on("roll-3", "systemctl stop vllm@d"),
           "InstanceDown", {"host": "roll-3", "instance": "d"}),
     Fault("the last instance of a pool is drained", drain, "PoolDown", {"pool": ONE}),
     Fault("40 clients ask an instance that runs two requests at once", lambda s: None,
-          "RequestsWaiting", {"host": "roll-1", "instance": "e"}),
+          "RequestsQueued", {"pool": BUSY}),
     Fault("a disk is filled", on(GATEWAY, "fallocate -l 1G /srv/full/x || dd if=/dev/zero "
           "of=/srv/full/x bs=1M 2>/dev/null || true"), "DiskFull",
           {"host": GATEWAY, "mountpoint": "/srv/full"}),
