@@ -128,7 +128,7 @@ def unanswered(prometheus: Prometheus, seconds: float = LOOK_BACK) -> Found:
     """What has no data; `seconds`: how far panels look back, 0 for this moment alone."""
     found = Found()
     parts = _parts(prometheus)
-    versions = tuple(sorted(prometheus.labels('up{job="vllm"}', "vllm_version")))
+    versions = tuple(sorted(prometheus.labels("vllm_fleet_instance_info", "vllm_version")))
     exporters = tuple(prometheus.labels('up{job="gpu"}', "exporter"))
     for name in dashboard.names():
         if name == "card" and "cards" not in parts:

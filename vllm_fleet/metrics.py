@@ -165,9 +165,8 @@ def adapted(
 ) -> str | None:
     """The expression with the names of the deployed versions; None where none exports one of them.
 
-    Where two versions call it otherwise, the selector takes both names: `vllm_version` is among
-    the labels of every series, so that none of the two stands for the other. `exported` is for
-    tests: the series of each version.
+    Where two versions call it otherwise, the selector takes both names: an instance exports the
+    one of the version that it runs. `exported` is for tests: the series of each version.
     """
     known = {v: exported[v] if exported is not None else series(v) for v in deployed}
     missing = False

@@ -109,8 +109,6 @@ def targets(
             instance=one.name,
             pool=pool.name,
             model=one.model_name,
-            release=one.release,
-            vllm_version=running_version(one),
             cards=",".join(map(str, one.cards)) or one.device,
         )
         for pool in pools

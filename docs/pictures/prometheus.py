@@ -37,7 +37,7 @@ def main() -> None:
     with Browser() as browser:
         browser.size(1100, 1500)
         browser.call("Page.navigate", url=f"{address}/graph?{urllib.parse.urlencode(panels)}")
-        browser.wait("document.querySelectorAll('canvas').length >= 3")
+        browser.wait("document.querySelectorAll('.graph_container svg, canvas').length >= 3")
         time.sleep(5)
         browser.picture(PICTURE, whole=True)
     print(f"{PICTURE}: {PICTURE.stat().st_size} bytes", file=sys.stderr)

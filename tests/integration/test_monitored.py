@@ -111,7 +111,7 @@ def test_a_planned_roll_empties_no_panel_and_tells_nobody(site: Monitored) -> No
             found = unanswered(site.prometheus, 60)
             empty += found.empty
             looks += 1
-            mixed += len(site.prometheus.labels('up{job="vllm"}', "vllm_version")) == 2
+            mixed += len(site.prometheus.labels("vllm_fleet_instance_info", "vllm_version")) == 2
             fired |= site.firing()
             held_back |= site.held_back()
             time.sleep(2)

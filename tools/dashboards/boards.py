@@ -19,6 +19,7 @@ NAMED = "{{host}}/{{instance}}"
 EACH = "pool, host, instance"
 NODE = 'host=~"$host"'
 GATEWAY = 'pool=~"$pool",gateway=~"$gateway"'
+POOL = 'pool=~"$pool"'
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ def quantiles(metric: str, of: str, by: str, legend: str) -> tuple[tuple[str, st
     )
 
 
+def by_version(metric: str) -> tuple[tuple[str, str], ...]:
+    """95th of a hundred of one of vLLM's histograms, by what the instance ran at that time."""
+    return (
+        (
+            "histogram_quantile(0.95, sum by (pool, vllm_version, le)"
+            f" (rate(vllm:{metric}_bucket{{{POOL}}}{RATE})"
+            " * on (host, instance) group_left (vllm_version)"
+            ' vllm_fleet_instance_info{job="node"}))',
+            "{{pool}} {{vllm_version}} p95",
+        ),
+    )
+
+
 def gateway_quantiles(metric: str, of: str) -> tuple[tuple[str, str], ...]:
     """The same of one of the gateway's."""
     series = f"vllm_fleet_gateway_{metric}_bucket"
@@ -109,7 +123,6 @@ def failing(by: str, of: str, legend: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-POOL = 'pool=~"$pool"'
 READY = Panel(
     "Instances ready",
     (
@@ -170,7 +183,7 @@ FLEET = Board(
                 FIRING,
                 Panel(
                     "Hosts away",
-                    (('count(up{job="node"} == 0) or on() vector(0)', "away"),),
+                    (('count(up{job="node",host!=""} == 0) or on() vector(0)', "away"),),
                     kind="stat",
                     width=6,
                     red_from=1,
@@ -849,7 +862,9 @@ UPGRADE = Board(
                     "Instances answering, by version",
                     (
                         (
-                            f'count by (pool, vllm_version) (up{{job="vllm",{POOL}}} == 1)',
+                            "count by (pool, vllm_version)"
+                            f" (vllm_fleet_instance_info{{{POOL}}}"
+                            ' and on (host, instance) up{job="vllm"} == 1)',
                             "{{pool}} {{vllm_version}}",
                         ),
                     ),
@@ -891,22 +906,12 @@ UPGRADE = Board(
                 ),
                 Panel(
                     "Time to first token, by version",
-                    quantiles(
-                        "time_to_first_token_seconds",
-                        POOL,
-                        "pool, vllm_version",
-                        "{{pool}} {{vllm_version}}",
-                    )[1:2],
+                    by_version("time_to_first_token_seconds"),
                     unit="s",
                 ),
                 Panel(
                     "Between tokens, by version",
-                    quantiles(
-                        "inter_token_latency_seconds",
-                        POOL,
-                        "pool, vllm_version",
-                        "{{pool}} {{vllm_version}}",
-                    )[1:2],
+                    by_version("inter_token_latency_seconds"),
                     unit="s",
                 ),
                 Panel(

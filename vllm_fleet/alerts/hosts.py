@@ -13,7 +13,8 @@ def alerts() -> tuple[Alert, ...]:
     return (
         Alert(
             "HostDown",
-            'up{job="node"} == 0',
+            # What Debian's own configuration watches until ours is there has no such label.
+            'up{job="node",host!=""} == 0',
             "2m",
             "critical",
             "{{ $labels.host }}: the host does not answer (its instances are not reported apart)",

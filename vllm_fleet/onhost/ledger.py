@@ -228,7 +228,18 @@ def plan_change(name: str, pool: str, seconds: float) -> None:
     change = {"pool": pool, "until": int(time.time() + seconds)}
     os.makedirs(os.path.join(STATE, "changes"), exist_ok=True)
     write(change_path(name), json.dumps(change), 0o644)
-    # At once rather than with its next round: an alert may be faster than that.
+    tell()
+
+
+def end_change(name: str) -> None:
+    """Say that it is over."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(change_path(name))
+        tell()
+
+
+def tell() -> None:
+    """Have it told at once, rather than with the timer's next round: an alert may be faster."""
     with contextlib.suppress(OSError):
         subprocess.run(
             ["systemctl", "start", "--no-block", HOSTWATCH],
@@ -236,12 +247,6 @@ def plan_change(name: str, pool: str, seconds: float) -> None:
             stderr=subprocess.DEVNULL,
             check=False,
         )
-
-
-def end_change(name: str) -> None:
-    """Say that it is over."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(change_path(name))
 
 
 def change_path(name: str) -> str:

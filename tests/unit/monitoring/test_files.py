@@ -102,8 +102,6 @@ def test_targets_carry_what_an_alert_names() -> None:
             "instance": "air-a",
             "pool": "glm-4.5-air",
             "model": "glm-4.5-air",
-            "release": "0.21.0-3f2a",
-            "vllm_version": "0.21.0",
             "cards": "0,1",
         },
     }

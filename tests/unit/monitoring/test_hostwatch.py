@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,28 @@ def test_a_round_writes_what_the_node_exporter_reads(watched: Path) -> None:
     assert 'vllm_fleet_instance_ready{vllm_instance="air-a",pool="air"} 0' in text
 
 
+def test_what_runs_is_told_rather_than_what_was_planned(
+    watched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> dict[str, str]:
+        samples: hostwatch.Samples = {}
+        hostwatch.instances(settings(watched), samples)
+        (labels,) = samples["vllm_fleet_instance_info"]
+        return {k: v for k, v in labels if k in ("release", "vllm_version")}
+
+    monkeypatch.setattr(hostwatch, "output", lambda _words: None)  # no such unit
+    assert told() == {"release": "0.32.0-1234", "vllm_version": "0.32.0"}
+    script = watched / "etc" / "air-a.sh"
+    script.write_text("#!/bin/sh\nexec /opt/vllm/releases/0.33.0+cpu-77/bin/vllm serve x\n")
+    assert told() == {"release": "0.33.0+cpu-77", "vllm_version": "0.33.0"}
+    words = ["/opt/vllm/releases/0.31.0-99/bin/python", "/opt/vllm/releases/0.31.0-99/bin/vllm"]
+    code = "import time; time.sleep(60)"
+    with subprocess.Popen([*words[:1], "-c", code, *words], executable=sys.executable) as process:
+        monkeypatch.setattr(hostwatch, "output", lambda _words: f"{process.pid}\n")
+        assert told() == {"release": "0.31.0-99", "vllm_version": "0.31.0"}
+        process.kill()
+
+
 def test_what_the_rollout_writes_is_what_is_told(
     watched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,10 +281,12 @@ def test_what_the_rollout_writes_is_what_is_told(
     ledger.plan_change("air-a", "air", 660)
     assert told()["air"] == pytest.approx(time.time() + 660, abs=60)
     # Not with the next round of the timer, which an alert may outrun.
-    assert asked == [["systemctl", "start", "--no-block", f"{watch.HOSTWATCH}.service"]]
+    at_once = ["systemctl", "start", "--no-block", f"{watch.HOSTWATCH}.service"]
+    assert asked == [at_once]
     ledger.end_change("air-a")
     assert told() == {}
     ledger.end_change("air-a")  # said again
+    assert asked == [at_once] * 2
 
 
 def test_a_probe_that_was_turned_off_is_told_of_no_more(watched: Path) -> None:
