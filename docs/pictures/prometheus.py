@@ -18,7 +18,7 @@ from tests.integration.browser import Browser
 PICTURE = Path(__file__).with_name("prometheus.png")
 QUERIES = (
     "sum by (host, instance) (rate(vllm:generation_tokens_total[1m]))",
-    'count by (vllm_version) (up{job="vllm"} == 1)',
+    "count by (vllm_version) (vllm_fleet_instance_info)",
     "max by (host, instance) (vllm_fleet_gateway_instance_ready)",
 )
 
@@ -35,7 +35,7 @@ def main() -> None:
             f"g{number}.range_input": f"{minutes}m",
         }
     with Browser() as browser:
-        browser.size(1100, 1500)
+        browser.size(1100, 2450)  # all of it, so that its bar stays on top
         browser.call("Page.navigate", url=f"{address}/graph?{urllib.parse.urlencode(panels)}")
         browser.wait("document.querySelectorAll('.graph_container svg, canvas').length >= 3")
         time.sleep(5)
