@@ -21,7 +21,7 @@ from tests.integration.load import Answer, Load
 from tests.integration.operators import REPO, Operator
 from tests.testbed import services, standin_wheel
 from tests.testbed.bed import HUB_PORT, WHEELS_PORT, Bed
-from tests.testbed.hosts import OPS_USER, HostSpec
+from tests.testbed.hosts import OPS_USER, PACKAGE_CACHE, HostSpec
 from tests.testbed.standin_wheel import Behaviour
 
 PORT = 8903  # of the wheels of the stand-in, beside those of the bed
@@ -317,6 +317,8 @@ def _write_inventory(
         "vllm_version": "0.31.0",
         "vllm_lock": "locks/standin-{version}.txt",
         "python": "python3",
+        # Kept for the next host of this name, whose stand-in may be another one.
+        "package_cache": f"{PACKAGE_CACHE}/{standin_wheel.source_digest()}",
         "package_index": {
             "find_links": [f"http://{address}:{PORT}/", f"http://{address}:{WHEELS_PORT}/"],
             "no_index": True,
