@@ -42,6 +42,7 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"(?:[^"\\]|\\.)*"')
 _NEEDS = {
     "vllm_fleet_card_": "cards",
     "node_infiniband_": "InfiniBand",
+    "vllm_fleet_certificate_": "certificate of a gateway",
     "alertmanager_": "Alertmanager of ours",
 }
 # They have no series before the first event, and which event is in their labels.
@@ -184,6 +185,7 @@ def _parts(prometheus: Prometheus) -> set[str]:
     asked = {
         "cards": 'up{job="gpu"} or vllm_fleet_card_present',
         "InfiniBand": "node_infiniband_state_id",
+        "certificate of a gateway": "vllm_fleet_certificate_expires_time_seconds",
         "Alertmanager of ours": 'up{job="alertmanager"}',
     }
     return {part for part, expr in asked.items() if prometheus.has(expr, 0)}
