@@ -36,6 +36,7 @@ from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
+from vllm_fleet.model_options import given_options
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
@@ -323,6 +324,24 @@ def plan_fleet(
     reasons = [reason for view in views.values() for reason in view.reasons]
     if reasons:
         raise Refusal(reasons)
+    plans, reasons = plans_of(fleet, states, inputs, views)
+    for plan in plans.values():
+        reasons += room.refusals(plan)
+    if reasons:
+        raise Refusal(reasons)
+    return fanout.arranged(plans)
+
+
+def plans_of(
+    fleet: Fleet,
+    states: Mapping[str, HostState],
+    inputs: Inputs,
+    views: Mapping[str, HostView],
+) -> tuple[dict[str, HostPlan], list[str]]:
+    """Plans of the hosts that are surveyed, whatever the survey says of them, and why others
+    have none. For looking: only :func:`plan_fleet` says what may be applied.
+    """
+    reasons: list[str] = []
     known = refusals(states.values())
     wanted: dict[str, tuple[PlannedInstance, ...]] = {}
     kept: dict[str, dict[str, Kept]] = {}
@@ -342,11 +361,11 @@ def plan_fleet(
                 for one in wanted[spec.name]
             )
     if reasons:
-        raise Refusal(reasons)
+        return {}, reasons
     pools = pools_of(instances)
     plans: dict[str, HostPlan] = {}
     for spec in fleet.hosts:
-        if spec.name in states:
+        if spec.name in views:
             with _refusing(spec, reasons):
                 plans[spec.name] = _host_plan(
                     fleet,
@@ -358,12 +377,7 @@ def plan_fleet(
                     pools,
                     inputs,
                 )
-    plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
-    for plan in plans.values():
-        reasons += room.refusals(plan)
-    if reasons:
-        raise Refusal(reasons)
-    return fanout.arranged(plans)
+    return {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}, reasons
 
 
 def placement_of(plans: Mapping[str, HostPlan], inputs: Inputs) -> dict[Key, Placed] | None:
@@ -416,7 +430,7 @@ def _instance(
         release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**sized.args, **model.vllm_args, **one.vllm_args},
+        args={**sized.args, **given_options(one.model, model, one)},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,

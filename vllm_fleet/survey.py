@@ -16,6 +16,7 @@ from vllm_fleet.cards import Card, worst_link
 from vllm_fleet.engine_args import check_args
 from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look, manageable
 from vllm_fleet.jsontext import parsed
+from vllm_fleet.model_options import given_options
 from vllm_fleet.placement import Decided, Placed, decide
 from vllm_fleet.sizing import (
     Choice,
@@ -31,7 +32,7 @@ from vllm_fleet.sizing import (
 )
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -195,10 +196,10 @@ def fit(
             f"as {config_path(one.model, model)}"
         )
     applied = source == config_path(one.model, model)
-    problem = architecture_problem(version, config, {**model.vllm_args, **one.vllm_args})
+    problem = architecture_problem(version, config, given_options(one.model, model, one))
     if problem:
         return Sized(source, why_not=problem, reasons=(problem,) if applied else ())
-    given = {**model.vllm_args, **one.vllm_args}
+    given = given_options(one.model, model, one)
     if not link and applied and not {"tensor-parallel-size", "tensor_parallel_size"} & set(given):
         # Guessing would give other settings, and a restart, whenever one look at a host fails.
         unknown = (
@@ -242,8 +243,17 @@ def fit(
         applied=applied,
         total_gib=gpu.gib,
         reasons=choices.refusals if applied else (),
-        warnings=choices.warnings,
+        warnings=(*choices.warnings, *_adapters(model)),
     )
+
+
+def _adapters(model: Model) -> tuple[str, ...]:
+    """What the figures leave out."""
+    if not model.adapters:
+        return ()
+    count = len(model.adapters)
+    named = f"{count} LoRA adapter{'s' if count > 1 else ''}"
+    return (f"memory of its {named} is not in these figures: leave some of each card free",)
 
 
 def config_of(

@@ -285,6 +285,11 @@ def _names(found: Findings, loaded: Loaded) -> None:
             taken.setdefault(name, (name, "a model"))
     for layer in layers:
         for name, model in layer.models.items():
+            for adapter in model.adapters:
+                at = At(layer, ("models", name, "adapters", adapter))
+                owner, what = taken.setdefault(adapter, (name, f'an adapter of "{name}"'))
+                if (owner, what) != (name, f'an adapter of "{name}"'):
+                    found.say(at, f'"{adapter}" is {what} already', at_key=True)
             for index, alias in enumerate(model.aliases):
                 at = At(layer, ("models", name, "aliases", index))
                 if alias in model.aliases[:index] or alias == name:

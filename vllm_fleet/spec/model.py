@@ -149,6 +149,80 @@ class Traffic(Settings):
     )
 
 
+class Adapter(Settings):
+    """A LoRA adapter on a model; clients ask for it by its own name."""
+
+    path: Path = Field(
+        description="Directory on the hosts that holds it (adapter_config.json).",
+        examples=["/data/adapters/support"],
+    )
+    rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="Its rank (`r` in adapter_config.json), or the next one up that is listed."
+    )
+
+
+class GenerationConfig(Settings):
+    """Sampling where a request says nothing; a request's own values hold over these.
+
+    What is null here is as in the model's generation_config.json.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="0: always the likeliest token.", examples=[0.7]
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Sample from the likeliest tokens of this share.", examples=[0.8]
+    )
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="Sample from so many of the likeliest tokens; 0: all.", examples=[20]
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Least share of the likeliest token's probability.", examples=[0.05]
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = Field(
+        None, description="Above 1: tokens that came before become less likely.", examples=[1.05]
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None,
+        description="Above 0: tokens that came before become less likely (from vLLM 0.31).",
+        examples=[0.5],
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None,
+        description="Above 0: the less, the oftener they came (from vLLM 0.31).",
+        examples=[0.2],
+    )
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Longest answer in tokens; a request may ask for less, not for more.",
+        examples=[4096],
+    )
+
+
+class Reasoning(Settings):
+    """A model that thinks before it answers."""
+
+    parser: Name = Field(
+        description="Parser of vLLM that tells thinking from answer.", examples=["glm45"]
+    )
+    thinking: bool | None = Field(
+        None,
+        description="Whether it thinks where a request says nothing; null: as its template does. "
+        "Requests say it by `chat_template_kwargs`.",
+        examples=[False],
+    )
+    thinking_key: Name = Field(
+        "enable_thinking", description="Name of that switch in the model's chat template."
+    )
+    budget: bool = Field(
+        False,
+        description="Let requests bound their thinking by `thinking_token_budget` (from vLLM "
+        "0.19).",
+    )
+    begins: OneLine = Field("<think>", description="Text that begins the thinking, for `budget`.")
+    ends: OneLine = Field("</think>", description="Text that ends it.")
+
+
 class Model(Settings):
     """One model: where its weights come from and how it is served."""
 
@@ -179,6 +253,17 @@ class Model(Settings):
     )
     trust_remote_code: bool = Field(
         False, description="Run code from the repository; only with a commit as revision."
+    )
+    adapters: dict[Name, Adapter] = Field(
+        default_factory=dict,
+        description="LoRA adapters on it, by the name clients use.",
+    )
+    generation_config: GenerationConfig = Field(
+        default_factory=GenerationConfig,
+        description="Sampling where a request says nothing.",
+    )
+    reasoning: Reasoning | None = Field(
+        None, description="How it thinks before it answers; null: it does not, or untold."
     )
     vllm_version: Version | None = Field(
         None,
