@@ -260,6 +260,8 @@ def test_what_runs_is_told_rather_than_what_was_planned(
     words = ["/opt/vllm/releases/0.31.0-99/bin/python", "/opt/vllm/releases/0.31.0-99/bin/vllm"]
     code = "import time; time.sleep(60)"
     with subprocess.Popen([*words[:1], "-c", code, *words], executable=sys.executable) as process:
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.01)  # it is just becoming that program
         monkeypatch.setattr(hostwatch, "output", lambda _words: f"{process.pid}\n")
         assert told() == {"release": "0.31.0-99", "vllm_version": "0.31.0"}
         process.kill()
