@@ -261,7 +261,7 @@ def bundled_packages() -> tuple[str, ...]:
                 *MONITORING_PACKAGES,
                 *alertmanager.PACKAGES,
                 *firewall.PACKAGES,
-                *gateway.ACME_PACKAGES,
+                *gateway.ACME_PACKAGES,  # an authority of one's own may be in there
             }
         )
     )
