@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 
 from vllm_fleet import (
@@ -341,7 +342,7 @@ def plan_fleet(
             )
     if reasons:
         raise Refusal(reasons)
-    pools = pools_of(instances)
+    pools, sharers = pools_of(instances), firewall.sharers(fleet)
     plans: dict[str, HostPlan] = {}
     for spec in fleet.hosts:
         if spec.name in states:
@@ -354,6 +355,7 @@ def plan_fleet(
                     wanted[spec.name],
                     kept[spec.name],
                     pools,
+                    sharers,
                     inputs,
                 )
     plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
@@ -511,6 +513,7 @@ def _host_plan(
     wanted: tuple[PlannedInstance, ...],
     kept: Mapping[str, Kept],
     pools: tuple[Pool, ...],
+    sharers: Mapping[int, list[str]],
     inputs: Inputs,
 ) -> HostPlan:
     spec, state = view.spec, view.state
@@ -537,14 +540,8 @@ def _host_plan(
         bundle_services.append(_service(airgap.UNIT, restarts=serving))
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
-        files += [
-            ManagedFile(
-                f"{paths.LIB}/{name}",
-                f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
-            )
-            for name in LIB_SCRIPTS
-            if f"{paths.LIB}/{name}" not in {file.path for file in files}
-        ]
+        have = {file.path for file in files}
+        files += [file for file in _lib_scripts() if file.path not in have]
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
         )
@@ -566,7 +563,7 @@ def _host_plan(
             same = [i for i in wanted if i.model_name == one.model_name]
             fetches[one.model_name] = _fetch(spec, same, state, inputs)
         present = state.texts.get(firewall.FILE)
-        givers = firewall.sharers(fleet).get(settings.fanout.port, [])
+        givers = sharers.get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
         if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing):
             files += closed
@@ -716,6 +713,18 @@ def _host_plan(
         if releases
         else {},
         notices=tuple(notices),
+    )
+
+
+@cache
+def _lib_scripts() -> tuple[ManagedFile, ...]:
+    """Scripts of ours that stay on a GPU host."""
+    return tuple(
+        ManagedFile(
+            f"{paths.LIB}/{name}",
+            f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
+        )
+        for name in LIB_SCRIPTS
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import resources
 
 from vllm_fleet import gateway, paths, weights
@@ -133,6 +134,7 @@ def _certificates(spec: HostSpec) -> list[str]:
     return [gateway.certificate_file(tls)] if tls else []
 
 
+@cache
 def _script(name: str) -> ManagedFile:
     source = resources.files("vllm_fleet.onhost").joinpath(f"{name}.py").read_text(encoding="utf-8")
     return ManagedFile(f"{paths.LIB}/{name}.py", f"# {paths.MARK}\n{source}")
