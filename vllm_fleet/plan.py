@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 
 from vllm_fleet import (
@@ -97,6 +98,25 @@ class Service:
     restarts: str
     reloads: str
     reload: tuple[str, ...]  # command
+
+    def due(self, state: HostState) -> str:
+        """The command that has it run, enabled, with its present files; "" where it does.
+
+        Whether it must read its files again is decided from the checksum it last read, never
+        from "a file changed in this run": a run that died in between is made good by the next.
+        """
+        read = state.loaded.get(self.unit, "").partition(":")
+        commands = []
+        if not state.enabled(self.unit):
+            commands.append(f"systemctl enable -q {self.unit}")
+        if not state.active(self.unit) or (self.restarts and read[0] != self.restarts):
+            commands.append(f"systemctl restart {self.unit}")
+        elif read[2] != self.reloads:
+            commands.append(shlex.join(self.reload))
+        if commands:
+            stamp = f"{paths.STATE}/loaded/{self.unit}"
+            commands.append(f"printf %s {self.restarts}:{self.reloads} > {stamp}")
+        return " && ".join(commands)
 
 
 @dataclass(frozen=True)
@@ -220,6 +240,47 @@ class HostPlan:
     def missing_releases(self) -> tuple[ReleaseBuild, ...]:
         """Releases to build."""
         return tuple(r for r in self.releases if r.id not in self.state.releases)
+
+    @property
+    def missing_tools(self) -> ToolsBuild | None:
+        """The tools venv to build; None where it is there, or none is wanted."""
+        return self.tools if self.tools and self.state.tools != self.tools.id else None
+
+    @property
+    def wanted_weights(self) -> tuple[WeightsFetch, ...]:
+        """Weights to fetch or to check, or that other hosts get from here."""
+        return tuple(one for one in self.weights if not one.present or one.serves)
+
+    def due(self, services: Sequence[Service]) -> list[str]:
+        """What brings daemons to their present files, a command each; none where all is well."""
+        return [command for one in services if (command := one.due(self.state))]
+
+    @cached_property
+    def as_wanted(self) -> bool:
+        """Whether nothing at all is to be done on this host, now or by a rollout."""
+        services = (
+            *self.bundle_services,
+            *self.firewall_services,
+            *self.gateway_services,
+            *self.monitoring_services,
+        )
+        return not (
+            self.missing_packages
+            or self.changed_files
+            or self.removed_files
+            or (self.bundle and not self.bundle.held)
+            or self.missing_certificate
+            or self.missing_tools
+            or self.missing_releases
+            or self.wanted_weights
+            or self.retired
+            or self.prune
+            or self.kept
+            or self.new_lines
+            or self.to_start()
+            or self.to_restart()
+            or self.due(services)
+        )
 
     def to_start(self) -> tuple[PlannedInstance, ...]:
         """Instances that do not run: nobody is served by them, so they start at once."""

@@ -1,13 +1,15 @@
-"""Run one of our scripts on a host: what each of them needs, and how its output is shown."""
+"""Commands on a host: scripts of ours, and how long a host that says nothing is waited for."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
+import gevent
 from pyinfra.api import Host, QuoteString, State, StringCommand
 from pyinfra.api.output import echo
 from pyinfra.connectors.util import CommandOutput
@@ -16,6 +18,12 @@ from typing_extensions import override
 from vllm_fleet import paths
 
 TICK_SECONDS = 5
+# A host is asked for a sign of life so often, and given up where none comes: its other hosts wait
+# for it no longer than both together, however long its command may take while it lives.
+PULSE_SECONDS = 10
+ANSWER_SECONDS = 20
+# Why each host was given up that was lost in this run, by name.
+LOST: dict[str, str] = {}
 SCRIPTS = resources.files("vllm_fleet.onhost")
 
 
@@ -69,7 +77,46 @@ def progress_seconds(hosts: int) -> int:
     return max(TICK_SECONDS, 2 * hosts)
 
 
-class Script(StringCommand):
+@contextmanager
+def while_alive(host: Host) -> Iterator[None]:
+    """End the connection of a host that stops answering while a command runs on it.
+
+    Raises ConnectionError then. The question is that of OpenSSH's ServerAliveInterval, so a host
+    whose kernel answers for a frozen sshd is found as well as one that lost its network.
+    """
+    client = getattr(host.connector, "client", None)
+    if client is None or client.get_transport() is None:
+        yield  # not by SSH
+        return
+    pulse = gevent.spawn(_pulse, host.name, client.get_transport())
+    try:
+        yield
+    finally:
+        pulse.kill()
+        if host.name in LOST:
+            raise ConnectionError(LOST[host.name])
+
+
+def _pulse(name: str, transport: Any) -> None:
+    while transport.is_active():
+        gevent.sleep(PULSE_SECONDS)
+        with gevent.Timeout(ANSWER_SECONDS, False):
+            transport.global_request("keepalive@openssh.com", wait=True)
+            continue
+        LOST[name] = f"connection lost, no answer for {PULSE_SECONDS + ANSWER_SECONDS} s"
+        transport.close()
+
+
+class Command(StringCommand):
+    """A command that is waited for as long as its host lives."""
+
+    @override
+    def execute(self, state: State, host: Host, connector_arguments: Any) -> Any:
+        with while_alive(host):
+            return super().execute(state, host, connector_arguments)
+
+
+class Script(Command):
     """A script of ours, run on a host.
 
     ``order`` goes to its standard input as JSON, so that it never stands in a process list or
@@ -94,9 +141,10 @@ class Script(StringCommand):
         if isinstance(order, dict):
             order = {**order, "progress": progress_seconds(len(state.active_hosts))}
         connector_arguments["_stdin"] = json.dumps(order)
-        status, output = host.run_shell_command(
-            self, print_output=True, print_input=state.print_input, **connector_arguments
-        )
+        with while_alive(host):
+            status, output = host.run_shell_command(
+                self, print_output=True, print_input=state.print_input, **connector_arguments
+            )
         if not status and self.explain:
             for line in self.explain(output.output_lines):
                 echo(f"{host.print_prefix}{line}", err=True)
