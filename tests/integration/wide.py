@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class WideFleet:
     bed: Bed
     operator: Operator
     names: tuple[str, ...]  # the gateway last
+    wanted: dict[str, Any] = field(default_factory=dict)  # by host, as benchmarks look it up
 
     @property
     def hosts(self) -> list[Host]:

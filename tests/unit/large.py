@@ -52,6 +52,10 @@ def write_files(root: Path, hosts: int, *, each: int = 8, delay: float = 0.02) -
     for folder in ("inventory", "group_vars", "states", "locks", "configs"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     gpus = hosts - len(GATEWAYS)
+    for n in range(gpus):
+        (root / "states" / f"gpu-{n}.json").write_text("")
+    for name in GATEWAYS:
+        (root / "states" / f"{name}.json").write_text("")
     (root / "inventory" / "prod.py").write_text(INVENTORY.format(gpus=gpus, delay=delay))
     names = [f"{PREFIX}gpu-{n}" for n in range(gpus)]
     width = CARDS_A_HOST // each
