@@ -24,10 +24,7 @@ EXPORTER = "prometheus-node-exporter.service"
 SLOW = f"/etc/systemd/system/{EXPORTER}.d/90-slow.conf"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.long)],
-)
+@pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.long)])
 def fleet(
     request: pytest.FixtureRequest, empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WideFleet]:
