@@ -118,6 +118,12 @@ def pyinfra(root: Path, inventory: str) -> Run:
     return timed(words, root)
 
 
+def status(root: Path) -> Run:
+    """`fleet status` of the same hosts."""
+    code = "from vllm_fleet.cli import main; main()"
+    return timed([sys.executable, "-c", code, "status", "inventory/prod.py"], root)
+
+
 def interpreter(root: Path) -> Run:
     """Python and imports alone."""
     return timed([sys.executable, "-c", IMPORTS], root)
@@ -356,6 +362,7 @@ def fake(sizes: Sequence[int], rounds: int, folder: Path) -> dict[int, dict[str,
         for name in ("deploy.py", "config.py"):
             shutil.copy(HERE.parent / name, root)
         found[size] = vars(median(rounds, partial(pyinfra, root, "prod")))
+        found[size]["status"] = median(rounds, partial(status, root)).seconds
         print(f"{size} fake hosts: {json.dumps(found[size])}", file=sys.stderr)
     return found
 
@@ -453,10 +460,13 @@ def table(found: dict[str, Any]) -> None:
             ]
             print(f"| {count} | {' | '.join(cells)} |")
         print()
-    print("| fake hosts | seconds | CPU | MiB | parts |\n|---|---|---|---|---|")
+    print("| fake hosts | no-op | CPU | MiB | fleet status | no-op's parts |")
+    print("|---|---|---|---|---|---|")
     for count, one in found["fake"].items():
         parts = ", ".join(f"{name} {took:.2f}" for name, took in one["stages"].items())
-        print(f"| {count} | {one['seconds']:.2f} | {one['cpu']:.2f} | {one['mib']} | {parts} |")
+        cells = [f"{one['seconds']:.2f} s", f"{one['cpu']:.2f} s", str(one["mib"])]
+        cells += [f"{one['status']:.2f} s", parts]
+        print(f"| {count} | {' | '.join(cells)} |")
     plan = found["planning"]
     print(
         f"\nplanning {plan['hosts']} hosts, {plan['instances']} instances, {plan['files']} files: "

@@ -128,6 +128,7 @@ def parse_lock(lock_text: str) -> tuple[Pin, ...]:
     return tuple(pins)
 
 
+@_once
 def check_lock(lock_text: str, version: str, package: str) -> None:
     """Raise LockError unless the lock can be installed and is of this version of vLLM."""
     pins = {pin.name: pin for pin in parse_lock(lock_text)}

@@ -33,7 +33,7 @@ from vllm_fleet.sizing import (
 )
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Task
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -210,7 +210,10 @@ def fit(
         len(cards),
         link,
         version,
-        model.model_copy(update={"vllm_args": {}, "env": {}}).model_dump_json(),
+        model.max_model_len,
+        Traffic(**model.traffic.model_dump()),
+        model.repo,
+        model.task,
         json.dumps(given),
     )
 
@@ -225,12 +228,14 @@ def _fit(
     count: int,
     link: str,
     version: str,
-    model_text: str,
+    max_model_len: int | str,
+    traffic: Traffic,
+    repo: str,
+    task: Task,
     given_text: str,
 ) -> Sized:
     """Settings and memory of an instance on so many cards of one kind."""
-    config, model = json.loads(config_text), Model.model_validate_json(model_text)
-    given = json.loads(given_text)
+    config, given = json.loads(config_text), json.loads(given_text)
     problem = architecture_problem(version, config, given)
     if problem:
         return Sized(source, why_not=problem, reasons=(problem,) if applied else ())
@@ -244,20 +249,20 @@ def _fit(
     try:
         gpu = gpu_from_smi(card, card_mib)
         own = engine.options(given)
-        if isinstance(model.max_model_len, int):
-            own.setdefault("max-model-len", model.max_model_len)
+        if isinstance(max_model_len, int):
+            own.setdefault("max-model-len", max_model_len)
         choices = choose(
             config,
             gpu,
             count,
             links=link or "sys",
-            traffic=Traffic(**model.traffic.model_dump()),
-            repo=model.repo,
+            traffic=traffic,
+            repo=repo,
             vllm_version=version,
-            task=model.task,
+            task=task,
             given=own,
         )
-        sizing = choices.sizing if applied else _as_is(config, gpu, count, version, own, model.task)
+        sizing = choices.sizing if applied else _as_is(config, gpu, count, version, own, task)
     except SizingError as error:
         refused = applied and isinstance(error, RefusedError)
         return Sized(source, why_not=str(error), reasons=(str(error),) if refused else ())

@@ -14,7 +14,7 @@ from tests.integration import wide
 from tests.integration.operators import changes
 from tests.integration.wide import WideFleet
 from tests.testbed.bed import Bed
-from vllm_fleet.operations.remote import ANSWER_SECONDS, PULSE_SECONDS
+from vllm_fleet.operations.alive import ANSWER_SECONDS, PULSE_SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 

@@ -16,7 +16,7 @@ from pyinfra.context import ctx_host
 
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
-from vllm_fleet.operations.remote import LOST, while_alive
+from vllm_fleet.operations.alive import LOOK_SECONDS, LOST, while_alive
 from vllm_fleet.operations.runlog import tell_failures
 from vllm_fleet.placement import Key, Placed, text_of
 from vllm_fleet.plan import HostPlan, Refusal
@@ -28,7 +28,6 @@ from vllm_fleet.spec.model import Fleet
 from vllm_fleet.state import HostState
 
 NAMED = 5  # hosts with the same notice; the others are counted
-LOOK_SECONDS = 120  # what a host that answers may take to tell its state
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pyinfra_cli.inventory import make_inventory
 from pyinfra_cli.util import exec_file
 
 from vllm_fleet.facts.host import Host
+from vllm_fleet.operations.alive import LOOK_SECONDS, while_alive
 from vllm_fleet.state import HostState
 
 
@@ -62,10 +63,12 @@ def read_states(
                     with ctx_host.use(one):
                         one.connect(reason=None, show_errors=False, raise_exceptions=True)
                         state.activate_host(one)
-                        found = get_fact(
-                            state, one, Host, kwargs={"asked": asked}, apply_failed_hosts=False
-                        )
-                except ConnectError as error:
+                        kwargs = {"asked": asked, "_timeout": LOOK_SECONDS}
+                        with while_alive(one):
+                            found = get_fact(
+                                state, one, Host, kwargs=kwargs, apply_failed_hosts=False
+                            )
+                except (ConnectError, ConnectionError) as error:
                     failures[one.name] = f"unreachable: {error}"
                 except PyinfraError as error:
                     failures[one.name] = f"gave no facts: {error}"

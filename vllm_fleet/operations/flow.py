@@ -11,7 +11,7 @@ from gevent.lock import RLock
 from pyinfra import host, logger, state
 from pyinfra.api import FunctionCommand, Host, StringCommand, operation
 
-from vllm_fleet.operations.remote import LOST
+from vllm_fleet.operations.alive import LOST
 
 # Names of the operations at which hosts meet.
 BARRIERS: set[str] = set()

@@ -1,29 +1,22 @@
-"""Commands on a host: scripts of ours, and how long a host that says nothing is waited for."""
+"""Commands on a host: scripts of ours, what each of them needs, and how its output is shown."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
-import gevent
 from pyinfra.api import Host, QuoteString, State, StringCommand
 from pyinfra.api.output import echo
 from pyinfra.connectors.util import CommandOutput
 from typing_extensions import override
 
 from vllm_fleet import paths
+from vllm_fleet.operations.alive import while_alive
 
 TICK_SECONDS = 5
-# A host is asked for a sign of life so often, and given up where none comes: its other hosts wait
-# for it no longer than both together, however long its command may take while it lives.
-PULSE_SECONDS = 10
-ANSWER_SECONDS = 20
-# Why each host was given up that was lost in this run, by name.
-LOST: dict[str, str] = {}
 SCRIPTS = resources.files("vllm_fleet.onhost")
 
 
@@ -75,36 +68,6 @@ def progress_seconds(hosts: int) -> int:
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return 0
     return max(TICK_SECONDS, 2 * hosts)
-
-
-@contextmanager
-def while_alive(host: Host) -> Iterator[None]:
-    """End the connection of a host that stops answering while a command runs on it.
-
-    Raises ConnectionError then. The question is that of OpenSSH's ServerAliveInterval, so a host
-    whose kernel answers for a frozen sshd is found as well as one that lost its network.
-    """
-    client = getattr(host.connector, "client", None)
-    if client is None or client.get_transport() is None:
-        yield  # not by SSH
-        return
-    pulse = gevent.spawn(_pulse, host.name, client.get_transport())
-    try:
-        yield
-    finally:
-        pulse.kill()
-        if host.name in LOST:
-            raise ConnectionError(LOST[host.name])
-
-
-def _pulse(name: str, transport: Any) -> None:
-    while transport.is_active():
-        gevent.sleep(PULSE_SECONDS)
-        with gevent.Timeout(ANSWER_SECONDS, False):
-            transport.global_request("keepalive@openssh.com", wait=True)
-            continue
-        LOST[name] = f"connection lost, no answer for {PULSE_SECONDS + ANSWER_SECONDS} s"
-        transport.close()
 
 
 class Command(StringCommand):

@@ -15,8 +15,8 @@ from pyinfra import logger
 from pyinfra.api import BaseStateCallback, Host, State
 from typing_extensions import override
 
+from vllm_fleet.operations.alive import LOST
 from vllm_fleet.operations.flow import BARRIERS
-from vllm_fleet.operations.remote import LOST
 
 FEW = 20
 NAMED = 50  # failed hosts; the others are counted
