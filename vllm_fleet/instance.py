@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shlex
 from functools import cache, lru_cache
 from pathlib import Path
 
-from vllm_fleet import engine, paths
+from vllm_fleet import engine, jsontext, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.render import render
@@ -69,7 +68,7 @@ def files(instance: PlannedInstance) -> list[ManagedFile]:
     """
     script, environment = _texts(instance)
     environment += f"FLEET_CHECKSUM={quote_env(running_checksum(instance))}\n"
-    planned = json.dumps(instance.expected, indent=1) + "\n"
+    planned = jsontext.lines(instance.expected)
     return [
         *(
             # Not part of the checksum: what is only expected is no reason to restart.

