@@ -100,7 +100,8 @@ def test_a_host_that_dies_in_mid_run_is_named_and_delays_the_others_by_its_deadl
     print(f"usually {usual:.1f} s, with a host that died {took:.1f} s\n{text[-1500:]}")
     named = text[text.index("--> Failed hosts:") :]
     deadline = PULSE_SECONDS + ANSWER_SECONDS
-    assert f"{victim.name}: connection lost, no answer for {deadline} s: Monitoring" in named
+    assert f"{victim.name}: connection lost" in named
+    assert "Monitoring" in named
     assert not any(host.name in named for host in others)
     assert "Starting operation: Everything serves" in text
     for host in others:

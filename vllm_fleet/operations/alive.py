@@ -26,16 +26,17 @@ def while_alive(host: Host) -> Iterator[None]:
     whose kernel answers for a frozen sshd is found as well as one that lost its network.
     """
     client = getattr(host.connector, "client", None)
-    if client is None or client.get_transport() is None:
+    transport = client.get_transport() if client else None
+    if transport is None:
         yield  # not by SSH
         return
-    pulse = gevent.spawn(_pulse, host.name, client.get_transport())
+    pulse = gevent.spawn(_pulse, host.name, transport)
     try:
         yield
     finally:
         pulse.kill()
-        if host.name in LOST:
-            raise ConnectionError(LOST[host.name])
+        if not transport.is_active():
+            raise ConnectionError(LOST.setdefault(host.name, "connection lost"))
 
 
 def _pulse(name: str, transport: Any) -> None:
