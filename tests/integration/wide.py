@@ -75,10 +75,9 @@ class WideFleet:
     def heard(self, host: Host, since: float) -> Heard:
         """What sshd of a host was asked for since a moment (of ``time.time()``)."""
         until = time.time()
-        host.sh("journalctl --sync")
-        text = host.sh(
-            f"journalctl -u ssh -o cat --no-pager --since @{since:.6f} --until @{until:.6f}"
-        ).stdout
+        # By name, not by unit: a session's own lines belong to the scope of that session.
+        look = f"journalctl -t sshd -o cat --no-pager --since @{since:.6f} --until @{until:.6f}"
+        text = host.sh(f"journalctl --sync; {look}").stdout
         return Heard(
             len(CONNECTION.findall(text)), len(COMMAND.findall(text)), len(UPLOAD.findall(text))
         )
