@@ -26,12 +26,14 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -62,6 +64,14 @@ STAGES = {
     "--> Beginning": "look and plan",
     "--> Results": "operations",
 }
+
+
+class TimeOver(Exception):
+    """Told to end (SIGTERM): what was measured until then is printed."""
+
+
+def time_over(*_: object) -> None:
+    raise TimeOver
 
 
 @dataclass
@@ -292,7 +302,8 @@ class Ansible:
 
 def undo(fleet: WideFleet) -> None:
     """Have the hosts as they were before a first converge: packages alone."""
-    for host in fleet.hosts:
+
+    def one(host: Any) -> None:
         its = fleet.wanted[host.name]
         ours = [s["unit"] for s in its["services"] if s["unit"] != "systemd-journald.service"]
         files = " ".join(file["path"] for file in its["files"])
@@ -302,6 +313,9 @@ def undo(fleet: WideFleet) -> None:
             "systemctl daemon-reload; systemctl reset-failed",
             check=False,
         )
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, fleet.hosts))
 
 
 # --- measuring -------------------------------------------------------------------------------
@@ -342,13 +356,16 @@ def real(hosts: Sequence[int], rounds: int, ansible: Path | None, folder: Path) 
             one["first"] = pyinfra(root, "wide").seconds
             one["noop"] = vars(median(rounds, lambda: pyinfra(root, "wide")))
             one["floor"] = statistics.median(floor(fleet, count) for _ in range(rounds))
+            found["hosts"][count] = one
+            print(f"{count} hosts: {json.dumps(one)}", file=sys.stderr, flush=True)
             if compared and peer is not None:
                 undo(fleet)
                 one["ansible first"] = peer.run(names).seconds
-                times = rounds if count == min(hosts) else max(1, rounds - 1)
+                times = rounds if count == min(hosts) else 1  # minutes each
                 one["ansible noop"] = median(times, partial(peer.run, names)).seconds
-            found["hosts"][count] = one
-            print(f"{count} hosts: {json.dumps(one)}", file=sys.stderr)
+                print(f"{count} hosts: {json.dumps(one)}", file=sys.stderr, flush=True)
+    except TimeOver:
+        print("ended before everything was measured", file=sys.stderr)
     finally:
         bed.down()
     return found
@@ -489,6 +506,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="Runs of which the median counts.")
     parser.add_argument("--ansible", type=Path, help="Where ansible-playbook is.")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, time_over)
     folder = Path(tempfile.mkdtemp(prefix="fleet-converge-"))
     found: dict[str, Any] = {}
     try:
