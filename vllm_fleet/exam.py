@@ -233,6 +233,8 @@ def _releases(spec: HostSpec, state: HostState) -> Iterator[Verdict]:
 
 def _python(spec: HostSpec, state: HostState) -> str:
     """Version of the interpreter that releases are made with; "" where only the host knows."""
+    if spec.settings.python_archive:
+        return spec.settings.python_archive.version
     if spec.settings.python in ("python3", "/usr/bin/python3"):
         return state.python
     match = re.search(r"python(3\.\d+)$", spec.settings.python)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 from functools import cache, lru_cache
@@ -206,6 +207,9 @@ def _environment(instance: PlannedInstance) -> dict[str, str]:
         "FLEET_STATE": state,
         "FLEET_USER": paths.USER,
     }
+    if instance.model.adapters:
+        directories = [one.path for one in instance.model.adapters.values()]
+        environment["FLEET_ADAPTERS"] = json.dumps(directories)
     if instance.device == "cuda":
         # Absolute indices as nvidia-smi numbers them: vLLM cannot read UUIDs of MIG here, and
         # CUDA's own order differs from nvidia-smi's on hosts with unlike cards.

@@ -192,11 +192,18 @@ def order(settings: HostSettings, version: str, lock_text: str | None) -> dict[s
         "device": settings.device,
         "exclude": list(settings.vllm_exclude),
         "python": settings.python,
+        "python_archive": archive_order(settings),
         "lock": lock_text,
         "releases": paths.RELEASES,
         "tools": f"{paths.TOOLS}/current",
         **sources(settings),
     }
+
+
+def archive_order(settings: HostSettings) -> dict[str, object] | None:
+    """Where a release's Python comes from, as onhost/interpreter.py takes it; null: the host's."""
+    archive = settings.python_archive
+    return {**archive.model_dump(mode="json"), "directory": paths.PYTHON} if archive else None
 
 
 def sources(settings: HostSettings) -> dict[str, object]:

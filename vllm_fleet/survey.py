@@ -18,6 +18,7 @@ from vllm_fleet.cards import Card, worst_link
 from vllm_fleet.engine_args import check_args
 from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look, manageable
 from vllm_fleet.jsontext import parsed
+from vllm_fleet.model_options import given_options
 from vllm_fleet.placement import Decided, Placed, decide
 from vllm_fleet.sizing import (
     Choice,
@@ -33,7 +34,7 @@ from vllm_fleet.sizing import (
 )
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Task
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model, Task
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -200,8 +201,7 @@ def fit(
             why_not="its config.json is not known here: `fleet plan --fetch-configs` fetches it "
             f"as {config_path(one.model, model)}"
         )
-    given = {**model.vllm_args, **one.vllm_args}
-    return _fit(
+    sized = _fit(
         json.dumps(config),
         source,
         source == config_path(one.model, model),
@@ -214,8 +214,11 @@ def fit(
         Traffic(**model.traffic.model_dump()),
         model.repo,
         model.task,
-        json.dumps(given),
+        json.dumps(given_options(one.model, model, one)),
     )
+    if sized.sizing is None or not model.adapters:
+        return sized
+    return replace(sized, warnings=(*sized.warnings, *_adapters(model)))
 
 
 @lru_cache(maxsize=1024)  # most instances of a large fleet are like others
@@ -291,6 +294,13 @@ def stamps_of(states: Mapping[str, HostState]) -> Stamps:
             if stamp.get("intact") and stamp.get("config"):
                 found.setdefault(path, {})[name] = stamp
     return found
+
+
+def _adapters(model: Model) -> tuple[str, ...]:
+    """What the figures leave out."""
+    count = len(model.adapters)
+    named = f"{count} LoRA adapter{'s' if count > 1 else ''}"
+    return (f"memory of its {named} is not in these figures: leave some of each card free",)
 
 
 def config_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
 
@@ -27,6 +27,8 @@ class Topology:
     cpus: Mapping[int, str]  # CPU affinity as printed, such as "0-55,112-167"
     nics: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    # By card and RDMA device (mlx5_0; NIC0 where no legend tells): PIX, PXB, PHB, NODE, SYS.
+    to_nics: Mapping[tuple[int, str], str] = field(default_factory=dict)
 
     def link(self, first: int, second: int) -> str | None:
         """Link of two cards; None where it is not known."""
@@ -58,7 +60,8 @@ def parse_topo(text: str) -> Topology:
         raise CardsError(
             f"this is the peer-to-peer matrix (topo -p2p), not that of links; run {COMMAND}"
         )
-    return _nvidia(header, rows)
+    devices = dict(re.findall(r"^\s*(NIC\d+)\s*:\s*(\S+)", clean, re.M))
+    return _nvidia(header, rows, devices)
 
 
 def parse_p2p(text: str) -> dict[Pair, str]:
@@ -105,7 +108,7 @@ def _is_header(line: str) -> bool:
     return len(names) > 1 or (len(names) == 1 and "Affinity" in line)
 
 
-def _nvidia(header: str | None, rows: list[str]) -> Topology:
+def _nvidia(header: str | None, rows: list[str], devices: Mapping[str, str]) -> Topology:
     warnings: list[str] = []
     read = {}
     for row in rows:
@@ -164,7 +167,12 @@ def _nvidia(header: str | None, rows: list[str]) -> Topology:
     if missing or cut:
         names = ", ".join(f"GPU{i}" for i in [*missing, *cut])
         warnings.append(f"the matrix is cut off: the rows of {names} are missing or incomplete")
-    return Topology("nvidia", tuple(columns), links, numa, cpus, nics, tuple(warnings))
+    to_nics = {
+        (index, devices.get(nic, nic)): word
+        for index, (words, _) in read.items()
+        for nic, word in zip(nics, words[len(columns) :], strict=False)
+    }
+    return Topology("nvidia", tuple(columns), links, numa, cpus, nics, tuple(warnings), to_nics)
 
 
 def _links(row: str) -> tuple[list[str], str]:

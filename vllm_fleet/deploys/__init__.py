@@ -1,4 +1,4 @@
-"""The chapters of deploy.py, upgrade.py, rollback.py and maintain.py, in their order there.
+"""The chapters of deploy.py and of the other deploy files, in their order there.
 
 Each takes the plan of the host that it runs for, or None where the host gave no facts, and
 calls an operation only where the plan has something for it to do: pyinfra looks through the call
@@ -13,7 +13,7 @@ from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError
 from pyinfra.operations import python
 
-from vllm_fleet.deploys import rolling
+from vllm_fleet.deploys import fabric, rolling
 from vllm_fleet.deploys.fleet import all_as_wanted, fleet_plans, given_up, my_plan, new_placement
 from vllm_fleet.operations import flow
 from vllm_fleet.operations import gateway as gateways
@@ -28,6 +28,7 @@ __all__ = [
     "maintain",
     "meet",
     "my_plan",
+    "network",
     "open_gateway",
     "prepare",
     "retire",
@@ -116,6 +117,12 @@ def maintain() -> None:
     """Hosts out of service one after another: rebooted or held, and back."""
     if rolling.maintained():
         python.call(name="Out of service and back", function=rolling.maintain, _run_once=True)
+
+
+def network(plan: HostPlan | None) -> None:
+    """The environment of models that span hosts: tested on all of them, kept or put back."""
+    if plan is not None and fabric.begun():
+        python.call(name="Environment of the fabric", function=fabric.change, _run_once=True)
 
 
 def watch(plan: HostPlan | None) -> None:
