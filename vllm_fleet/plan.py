@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from importlib import resources
 
 from vllm_fleet import (
@@ -100,6 +102,25 @@ class Service:
     restarts: str
     reloads: str
     reload: tuple[str, ...]  # command
+
+    def due(self, state: HostState) -> str:
+        """The command that has it run, enabled, with its present files; "" where it does.
+
+        Whether it must read its files again is decided from the checksum it last read, never
+        from "a file changed in this run": a run that died in between is made good by the next.
+        """
+        read = state.loaded.get(self.unit, "").partition(":")
+        commands = []
+        if not state.enabled(self.unit):
+            commands.append(f"systemctl enable -q {self.unit}")
+        if not state.active(self.unit) or (self.restarts and read[0] != self.restarts):
+            commands.append(f"systemctl restart {self.unit}")
+        elif read[2] != self.reloads:
+            commands.append(shlex.join(self.reload))
+        if commands:
+            stamp = f"{paths.STATE}/loaded/{self.unit}"
+            commands.append(f"printf %s {self.restarts}:{self.reloads} > {stamp}")
+        return " && ".join(commands)
 
 
 @dataclass(frozen=True)
@@ -224,6 +245,47 @@ class HostPlan:
     def missing_releases(self) -> tuple[ReleaseBuild, ...]:
         """Releases to build."""
         return tuple(r for r in self.releases if r.id not in self.state.releases)
+
+    @property
+    def missing_tools(self) -> ToolsBuild | None:
+        """The tools venv to build; None where it is there, or none is wanted."""
+        return self.tools if self.tools and self.state.tools != self.tools.id else None
+
+    @property
+    def wanted_weights(self) -> tuple[WeightsFetch, ...]:
+        """Weights to fetch or to check, or that other hosts get from here."""
+        return tuple(one for one in self.weights if not one.present or one.serves)
+
+    def due(self, services: Sequence[Service]) -> list[str]:
+        """What brings daemons to their present files, a command each; none where all is well."""
+        return [command for one in services if (command := one.due(self.state))]
+
+    @cached_property
+    def as_wanted(self) -> bool:
+        """Whether nothing at all is to be done on this host, now or by a rollout."""
+        services = (
+            *self.bundle_services,
+            *self.firewall_services,
+            *self.gateway_services,
+            *self.monitoring_services,
+        )
+        return not (
+            self.missing_packages
+            or self.changed_files
+            or self.removed_files
+            or (self.bundle and not self.bundle.held)
+            or self.missing_certificate
+            or self.missing_tools
+            or self.missing_releases
+            or self.wanted_weights
+            or self.retired
+            or self.prune
+            or self.kept
+            or self.new_lines
+            or self.to_start()
+            or self.to_restart()
+            or self.due(services)
+        )
 
     def to_start(self) -> tuple[PlannedInstance, ...]:
         """Instances that do not run: nobody is served by them, so they start at once."""
@@ -367,7 +429,7 @@ def plans_of(
             )
     if reasons:
         return {}, reasons
-    pools = pools_of(instances)
+    pools, sharers = pools_of(instances), firewall.sharers(fleet)
     plans: dict[str, HostPlan] = {}
     for spec in fleet.hosts:
         if spec.name in views:
@@ -380,6 +442,7 @@ def plans_of(
                     wanted[spec.name],
                     kept[spec.name],
                     pools,
+                    sharers,
                     inputs,
                 )
     return {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}, reasons
@@ -552,6 +615,7 @@ def _host_plan(
     wanted: tuple[PlannedInstance, ...],
     kept: Mapping[str, Kept],
     pools: tuple[Pool, ...],
+    sharers: Mapping[int, list[str]],
     inputs: Inputs,
 ) -> HostPlan:
     spec, state = view.spec, view.state
@@ -581,14 +645,8 @@ def _host_plan(
         bundle_services.append(_service(airgap.UNIT, restarts=serving))
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
-        files += [
-            ManagedFile(
-                f"{paths.LIB}/{name}",
-                f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
-            )
-            for name in LIB_SCRIPTS
-            if f"{paths.LIB}/{name}" not in {file.path for file in files}
-        ]
+        have = {file.path for file in files}
+        files += [file for file in _lib_scripts() if file.path not in have]
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
         )
@@ -610,7 +668,7 @@ def _host_plan(
             same = [i for i in wanted if i.model_name == one.model_name]
             fetches[one.model_name] = _fetch(spec, same, state, inputs)
         present = state.texts.get(firewall.FILE)
-        givers = firewall.sharers(fleet).get(settings.fanout.port, [])
+        givers = sharers.get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
         nodes = firewall.nodes(fleet, spec, states, present)
         if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing, nodes):
@@ -763,6 +821,18 @@ def _host_plan(
         if releases
         else {},
         notices=tuple(notices),
+    )
+
+
+@cache
+def _lib_scripts() -> tuple[ManagedFile, ...]:
+    """Scripts of ours that stay on a GPU host."""
+    return tuple(
+        ManagedFile(
+            f"{paths.LIB}/{name}",
+            f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
+        )
+        for name in LIB_SCRIPTS
     )
 
 

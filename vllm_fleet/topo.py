@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 
 from vllm_fleet.smi import ANSI, CardsError, Vendor, complaint
@@ -38,6 +39,7 @@ class Topology:
         return tuple(p for p in combinations(self.cards, 2) if p not in self.links)
 
 
+@lru_cache(maxsize=256)  # hosts of one kind print the same
 def parse_topo(text: str) -> Topology:
     """Read ``nvidia-smi topo -m`` or ``rocm-smi --showtopo``; CardsError where it is neither."""
     clean = ANSI.sub("", text).replace("\r\n", "\n")

@@ -148,7 +148,8 @@ def read_inputs(fleet: Fleet) -> Inputs:
         if spec.settings.vllm_lock:
             for instance in spec.instances:
                 path = lock_path(spec.settings.vllm_lock, version_of(spec, instance))
-                inputs.locks[path] = (root / path).read_text(encoding="utf-8")
+                if path not in inputs.locks:
+                    inputs.locks[path] = (root / path).read_text(encoding="utf-8")
     for spec in fleet.group("monitoring"):
         grafana = spec.settings.monitoring.grafana
         if grafana and grafana.key_file:

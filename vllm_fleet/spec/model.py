@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
@@ -1128,7 +1129,7 @@ class HostSpec(Settings):
     address: str
     settings: HostSettings
 
-    @property
+    @cached_property
     def instances(self) -> tuple[Instance, ...]:
         """The instances placed on this host, in declared order."""
         return tuple(i for i in self.settings.instances if self.name in i.hosts)
