@@ -32,8 +32,8 @@ from vllm_fleet.state import HostState
 
 Mode = Literal["deploy", "upgrade", "rollback"]
 
-said = RLock()
-begun_runs: dict[int, bool] = {}
+_said = RLock()
+_begun: dict[int, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ def begun(mode: Mode) -> bool:
 
     Raises DeployError where it may not begin, before anything is changed.
     """
-    with said:
+    with _said:
         key = id(state.inventory)
-        if key not in begun_runs:
+        if key not in _begun:
             prepared = _prepare(mode)
             if prepared.rollout.refusals:
                 raise DeployError("nothing was changed:\n" + "\n".join(prepared.rollout.refusals))
             for line in prepared.rollout.lines():
                 logger.info("%s", line)
-            begun_runs[key] = bool(prepared.rollout.waves) or (
+            _begun[key] = bool(prepared.rollout.waves) or (
                 bool(asked("unlock") or asked("clear")) or _stays_refused(mode, prepared.rollout)
             )
-        return begun_runs[key]
+        return _begun[key]
 
 
 def deploy(state: State, host: Host) -> bool:
@@ -84,9 +84,9 @@ def maintained() -> bool:
 
     Raises DeployError where it is not said what to do with it.
     """
-    with said:
+    with _said:
         key = id(state.inventory)
-        if key not in begun_runs:
+        if key not in _begun:
             do, members = asked("do"), _cared_for()
             if do not in DO:
                 raise DeployError(
@@ -100,8 +100,8 @@ def maintained() -> bool:
                 for host, ours in members.items()
             )
             logger.info("%s: %s", do, names)
-            begun_runs[key] = True
-        return begun_runs[key]
+            _begun[key] = True
+        return _begun[key]
 
 
 def maintain(state: State, host: Host) -> bool:
@@ -140,7 +140,7 @@ def _roll(state: State, mode: Mode) -> bool:
     """All of a rollout; False where it failed, with everything said."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        return _below_lock(mode, reached, gateways, lock)
+        return below_lock(mode, reached, gateways, lock)
 
     return locked(state, f"{mode}.py", do)
 
@@ -177,7 +177,7 @@ def locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], boo
         return False
 
 
-def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
+def below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
     if release := asked("clear"):
         _clear(reached, release)
     # Somebody else may have changed the fleet since this run looked at it.

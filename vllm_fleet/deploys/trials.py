@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gevent.lock import RLock
 from pyinfra import logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError
@@ -35,12 +36,15 @@ USAGE = (
     "--data instance=HOST/NAME --data configurations=FILE"
 )
 
+_said = RLock()
+_begun: dict[int, bool] = {}
+
 
 def begun() -> bool:
     """Whether there is a trial to run; told once, also by `--dry`. Raises DeployError."""
-    with rolling.said:
+    with _said:
         key = id(state.inventory)
-        if key not in rolling.begun_runs:
+        if key not in _begun:
             plan, planned, comparison = _asked_for()
             _candidates(plan, planned, comparison)
             _generator()
@@ -52,8 +56,8 @@ def begun() -> bool:
                 "; ".join(comparison.configurations),
                 comparison.load.told(),
             )
-            rolling.begun_runs[key] = True
-        return rolling.begun_runs[key]
+            _begun[key] = True
+        return _begun[key]
 
 
 def run(state: State, host: Host) -> bool:
