@@ -88,8 +88,12 @@ def _with(spec: HostSpec, name: str, changed: Instance) -> HostSpec:
         changed if one.name == name and spec.name in one.hosts else one
         for one in spec.settings.instances
     )
-    return spec.model_copy(
-        update={"settings": spec.settings.model_copy(update={"instances": instances})}
+    # Made anew: a copy would keep what the old one has worked out of its settings.
+    return HostSpec(
+        name=spec.name,
+        groups=spec.groups,
+        address=spec.address,
+        settings=spec.settings.model_copy(update={"instances": instances}),
     )
 
 
