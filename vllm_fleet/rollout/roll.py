@@ -544,14 +544,27 @@ class _Move:
 
     def _tell_parts(self, figures: Json) -> None:
         """The parts of its start, against those of the good version."""
-        old = self.good.get("figures") or {}
-        told = []
-        for key, words in (("load_seconds", "load and compile"), ("warm_seconds", "warm-up")):
-            if key in figures:
-                was = f"{old[key]:.0f} s" if key in old else "-"
-                told.append(f"{words} {was} -> {figures[key]:.0f} s")
+        before, after = _start_parts(self.good.get("figures") or {}), _start_parts(figures)
+        told = [
+            f"{part} {f'{before[part]:.0f} s' if part in before else '-'} -> {seconds:.0f} s"
+            for part, seconds in after.items()
+        ]
         if told:
             self.hosts.say(f"{self.target.id}: started: {', '.join(told)}")
+
+
+def _start_parts(figures: Json) -> dict[str, float]:
+    """Seconds of a start by part, in the order in which they pass."""
+    seconds = figures.get("seconds") or {}
+    found = {
+        part: float(seconds[part]) for part in ("weights", "compile", "graphs") if seconds.get(part)
+    }
+    if "load_seconds" in figures:
+        rest = float(figures["load_seconds"]) - sum(found.values())
+        found["rest of the load" if found else "load"] = max(0.0, rest)
+    if "warm_seconds" in figures:
+        found["warm-up"] = float(figures["warm_seconds"])
+    return found
 
 
 class _NotIn(Exception):
