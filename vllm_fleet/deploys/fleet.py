@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
 from vllm_fleet.placement import Key, Placed, text_of
 from vllm_fleet.plan import HostPlan, Refusal
+from vllm_fleet.spares import Spare, kept, with_spares
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import Inputs, read_inputs
@@ -92,13 +94,16 @@ def read_spec() -> tuple[Fleet, Inputs]:
         return _read[key]
 
 
-def plan_again() -> dict[str, HostPlan]:
-    """The plans of the same hosts as they are now. Raises DeployError where one is refused."""
+def plan_again(more: Sequence[Spare] = ()) -> dict[str, HostPlan]:
+    """The plans of the same hosts as they are now, with further spares.
+
+    Raises DeployError where one is refused.
+    """
     before = made()
     taking_part = [
         one for one in inventory if one.name in before.plans and one in state.active_hosts
     ]
-    return _plans(before.fleet, before.inputs, states_of(taking_part))
+    return _plans(before.fleet, before.inputs, states_of(taking_part), more)
 
 
 def given_up() -> frozenset[str]:
@@ -147,9 +152,12 @@ def taking_part() -> list[PyinfraHost]:
     return [one for one in inventory if one in state.active_hosts]
 
 
-def _plans(fleet: Fleet, inputs: Inputs, states: dict[str, HostState]) -> dict[str, HostPlan]:
+def _plans(
+    fleet: Fleet, inputs: Inputs, states: dict[str, HostState], more: Sequence[Spare] = ()
+) -> dict[str, HostPlan]:
     try:
-        return planning.plan_fleet(fleet, states, inputs)
+        known = {(one.host, one.name): one for one in [*kept(fleet, states), *more]}
+        return planning.plan_fleet(with_spares(fleet, [*known.values()]), states, inputs)
     except Refusal as refusal:
         raise DeployError("nothing was changed:\n" + "\n".join(refusal.reasons)) from None
 

@@ -476,13 +476,16 @@ def instances() -> Dict[str, Dict[str, Any]]:
     found = {}
     for path in sorted(glob.glob(f"{ETC}/*.env")):
         name = os.path.basename(path)[: -len(".env")]
-        release = re.search(r'^FLEET_RELEASE="?([^"\n]*)', read(path) or "", re.MULTILINE)
+        env = dict(re.findall(r'^FLEET_([A-Z]+)="?([^"\n]*)', read(path) or "", re.MULTILINE))
+        cards = [int(word) for word in env.get("CARDS", "").split(",") if word.isdigit()]
         found[name] = {
             "actual": read_json(f"{STATE}/{name}/actual.json"),
             "start_seconds": start_seconds(read_json(f"{STATE}/{name}/warmup.json")),
             "running": (read(f"{STATE}/{name}/running") or "").strip(),
             "ready": os.path.exists(f"{RUN}/{name}/ready"),
-            "release": os.path.basename(release.group(1)) if release else "",
+            "release": os.path.basename(env.get("RELEASE", "")),
+            "port": int(env["PORT"]) if env.get("PORT", "").isdigit() else 0,
+            "cards": cards,
         }
     return found
 

@@ -296,5 +296,7 @@ def _take(left: list[Step], pools: dict[str, _Pool], most: int) -> list[Step]:
             if out[step.pool] + 1 > pools[step.pool].allowed:
                 continue
             out[step.pool] += 1
+        if step.how == "spare" and any(one.how == "spare" for one in taken):
+            continue  # two of them may have been offered the same cards
         taken.append(step)
     return taken
