@@ -233,6 +233,7 @@ class HostPlan:
                 or not self.state.enabled(i.unit)
             )
             and (i.name not in self.kept or self.kept[i.name].startable)
+            and i.name not in self.state.adopted  # the rollout's business
         )
 
     def to_restart(self) -> tuple[PlannedInstance, ...]:

@@ -98,6 +98,7 @@ class RollingFleet:
     wheels: Path
     key: str
     stand_in: bool = True
+    instances: tuple[str, ...] = INSTANCES
     made: set[str] = field(default_factory=set)
 
     @property
@@ -134,6 +135,27 @@ class RollingFleet:
         print(f"{script} {' '.join(flags)}: {time.monotonic() - began:.1f} s, {done.returncode}")
         return done
 
+    def killed_when(self, script: str, host: str, test: str, *flags: str) -> str:
+        """Run a deploy file, and kill it as soon as a shell test holds on a host; what it said."""
+        process = self.operator.start(script, *flags, inventory="rolling")
+        assert process.stdout is not None
+        wait = f"for i in $(seq 3000); do if {test}; then exit 0; fi; sleep 0.05; done; exit 1"
+        watcher = subprocess.Popen([*self.bed.host(host).ssh_argv(), wait])
+
+        def kill() -> None:
+            if watcher.wait() == 0:
+                process.send_signal(signal.SIGKILL)
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        said = process.stdout.read()
+        process.wait(60)
+        watcher.kill()
+        killer.join()
+        process.stdout.close()
+        assert process.returncode == -signal.SIGKILL, f"{test} never held:\n{said}"
+        return said
+
     def killed_at(self, script: str, line: str, *flags: str) -> str:
         """Run a deploy file, and kill it as soon as it says something; what it said until then."""
         process = self.operator.start(script, *flags, inventory="rolling")
@@ -154,7 +176,7 @@ class RollingFleet:
     def releases(self) -> dict[str, str]:
         """The version that each instance runs, by the host itself."""
         found = {}
-        for name in INSTANCES:
+        for name in self.instances:
             host, _, instance = name.partition("/")
             # The process itself: files may be ahead of it.
             look = f"readlink /proc/$(systemctl show -P MainPID vllm@{instance})/exe; "
@@ -170,6 +192,11 @@ class RollingFleet:
         path = f"/var/lib/vllm/_rollout/instances/{instance}.json"
         found: dict[str, Any] = json.loads(self.bed.host(host).sh(f"cat {path}").stdout)
         return found
+
+    def lock_holder(self) -> str:
+        """The run that holds the lock, as the next one is told."""
+        lock = self.bed.host(GATEWAY).sh("cat /var/lib/vllm/_rollout/lock.json").stdout
+        return str(json.loads(lock)["run"])
 
     def audit(self, run: str = "") -> list[dict[str, Any]]:
         """Lines of the audit log on the gateway, of one run."""
@@ -197,10 +224,13 @@ class RollingFleet:
 
     @contextmanager
     def watched(
-        self, rate: float = 6, tokens: tuple[int, ...] = (4, 4, 200, 4, 32)
+        self,
+        rate: float = 6,
+        tokens: tuple[int, ...] = (4, 4, 200, 4, 32),
+        models: tuple[str, ...] = (MANY, MANY, ONE),
     ) -> Iterator[Watched]:
         """Constant load of short requests and streams, every state of the gateway seen."""
-        load = Load(self.url, self.key, (MANY, MANY, ONE), rate, tokens)
+        load = Load(self.url, self.key, models, rate, tokens)
         watched = Watched(load, time.time())
         words = [*self.bed.host(GATEWAY).ssh_argv(), "python3 -u -"]
         looks = subprocess.Popen(
@@ -235,18 +265,21 @@ def told(answers: list[Answer]) -> str:
 
 
 def make(
-    bed: Bed, folder: Path, change: Callable[[dict[str, Any]], None] | None = None
+    bed: Bed,
+    folder: Path,
+    change: Callable[[dict[str, Any]], None] | None = None,
+    hosts: tuple[str, ...] = HOSTS,
 ) -> RollingFleet:
     """Boot the hosts, and an operator whose group_vars want 0.31.0 on them."""
     bed.up([], uplink=False)  # hub and wheels
-    for number, name in enumerate(sorted(HOSTS)):
+    for number, name in enumerate(sorted(hosts)):
         bed.add(HostSpec(name, 31 + number, OPS_USER if name == "roll-2" else "root"))
     bed.add(HostSpec(GATEWAY, 40))
     operator = Operator(folder / "operator", bed.cache)
     wheels = folder / "wheels"
     wheels.mkdir()
     key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
-    _write_inventory(bed, operator.root, change)
+    _write_inventory(bed, operator.root, change, hosts)
     return RollingFleet(bed, operator, wheels, key)
 
 
@@ -276,15 +309,20 @@ def real(bed: Bed, values: dict[str, Any]) -> None:
     values["gateway"]["hold_seconds"] = 600
 
 
-def _write_inventory(bed: Bed, root: Path, change: Callable[[dict[str, Any]], None] | None) -> None:
+def _write_inventory(
+    bed: Bed,
+    root: Path,
+    change: Callable[[dict[str, Any]], None] | None,
+    hosts: tuple[str, ...],
+) -> None:
     known = json.loads((bed.root / "state.json").read_text())["inventory"]
     ours = ("ssh_", "_sudo")
     data = {
         name: {key: value for key, value in known[name].items() if key.startswith(ours)}
-        for name in (*HOSTS, GATEWAY)
+        for name in (*hosts, GATEWAY)
     }
     (root / "inventory" / "rolling.py").write_text(
-        f"gpu = {[(name, data[name]) for name in HOSTS]!r}\n"
+        f"gpu = {[(name, data[name]) for name in hosts]!r}\n"
         f"gateway = {[(GATEWAY, data[GATEWAY])]!r}\n"
     )
     address = bed.net.fabric

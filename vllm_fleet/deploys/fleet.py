@@ -15,6 +15,7 @@ from pyinfra.api import Host as PyinfraHost
 from pyinfra.api.exceptions import DeployError, InventoryError, PyinfraError
 from pyinfra.context import ctx_host
 
+from vllm_fleet import adoption
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
 from vllm_fleet.placement import Key, Placed, text_of
@@ -106,6 +107,12 @@ def plan_again(more: Sequence[Spare] = ()) -> dict[str, HostPlan]:
     return _plans(before.fleet, before.inputs, states_of(taking_part), more)
 
 
+def asked(key: str) -> str:
+    """What the operator said by `--data KEY=...`."""
+    found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
+    return str(found) if found else ""
+
+
 def given_up() -> frozenset[str]:
     """Names of the hosts that take no part: not reached, or without facts."""
     return frozenset(one.name for one in inventory) - frozenset(fleet_plans())
@@ -156,8 +163,12 @@ def _plans(
     fleet: Fleet, inputs: Inputs, states: dict[str, HostState], more: Sequence[Spare] = ()
 ) -> dict[str, HostPlan]:
     try:
+        names = adoption.asked(asked("adopt"), fleet)
+        states = adoption.as_if_gone(fleet, states, names)
         known = {(one.host, one.name): one for one in [*kept(fleet, states), *more]}
         return planning.plan_fleet(with_spares(fleet, [*known.values()]), states, inputs)
+    except adoption.AdoptionError as error:
+        raise DeployError(f"nothing was changed: {error}") from None
     except Refusal as refusal:
         raise DeployError("nothing was changed:\n" + "\n".join(refusal.reasons)) from None
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal, cast
 
 from gevent.lock import RLock
-from pyinfra import inventory, logger, state
+from pyinfra import logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 
 from vllm_fleet import engine, spares
-from vllm_fleet.deploys.fleet import made, plan_again, read_spec, states_of, taking_part
+from vllm_fleet.deploys.fleet import asked, made, plan_again, read_spec, states_of, taking_part
 from vllm_fleet.instance import paths_of
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.operations import instance as instances
@@ -61,7 +61,7 @@ def begun(mode: Mode) -> bool:
             for line in prepared.rollout.lines():
                 logger.info("%s", line)
             _begun[key] = bool(prepared.rollout.waves) or (
-                bool(_asked("unlock") or _asked("clear")) or _stays_refused(mode, prepared.rollout)
+                bool(asked("unlock") or asked("clear")) or _stays_refused(mode, prepared.rollout)
             )
             if mode == "upgrade":
                 _begun[key] = _begun[key] or bool(_leftovers(made().plans))
@@ -91,7 +91,7 @@ def maintained() -> bool:
     with _said:
         key = id(state.inventory)
         if key not in _begun:
-            do, members = _asked("do"), _cared_for()
+            do, members = asked("do"), _cared_for()
             if do not in DO:
                 raise DeployError(
                     f"nothing was changed: say what to do: --data do={' or '.join(DO)}"
@@ -112,8 +112,8 @@ def maintain(state: State, host: Host) -> bool:
     """Hosts out of service and back, one after another."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), _asked("why"))
-        return care.run(cast(Do, _asked("do")))
+        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), asked("why"))
+        return care.run(cast(Do, asked("do")))
 
     return _locked(state, "maintain.py", do)
 
@@ -172,7 +172,7 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
         logger.error(f"nothing further is changed: {', '.join(failed)} failed earlier in this run")
         return False
     try:
-        if run := _asked("unlock"):
+        if run := asked("unlock"):
             reached.say(unlocked(reached, place, run))
         with Lock(reached, place, holder) as lock:
             return do(reached, gateways, lock)
@@ -182,7 +182,7 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
 
 
 def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
-    if release := _asked("clear"):
+    if release := asked("clear"):
         _clear(reached, release)
     # Somebody else may have changed the fleet since this run looked at it.
     prepared = _prepare(mode, again=True)
@@ -217,12 +217,6 @@ def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -
 def _stays_refused(mode: Mode, rollout: Rollout) -> bool:
     """Whether upgrade.py cannot bring the fleet to what is wanted: no success, then."""
     return mode == "upgrade" and any(one.refused for one, _ in rollout.left)
-
-
-def _asked(key: str) -> str:
-    """What the operator said by `--data KEY=...`."""
-    found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
-    return str(found) if found else ""
 
 
 def _clear(reached: Reached, release: str) -> None:
@@ -373,12 +367,16 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
                 *(plan.state, spec.name, planned.name, planned.model_name, version, known),
                 spare=plan.spares.get(planned.name, ()),
             )
+            if planned.name in plan.state.adopted:
+                one = replace(one, runs=None, serving=True, adopts=True)
             standings.append(one)
             wanted[one.id] = plan, planned
     if mode == "deploy":
         # What does not run is started before the rollout, or is not to be started at all.
         standings = [
-            replace(_settled(one), serving=not again) if one.runs is None else one
+            replace(_settled(one), serving=not again)
+            if one.runs is None and not one.adopts
+            else one
             for one in standings
         ]
     settings = _settings(fleet)

@@ -7,6 +7,7 @@ Every part stands alone: what cannot be read is left out or says why, so that on
 never hides the rest.
 """
 
+import contextlib
 import glob
 import grp
 import hashlib
@@ -225,13 +226,17 @@ def unit_of(pid: int) -> Optional[str]:
 
 
 def process(pid: int) -> Dict[str, Any]:
-    """Who a process is: pid, user, command line (cut), unit."""
+    """Who a process is: pid, user, command line (cut), unit, session."""
     try:
         user = owner(os.stat(f"/proc/{pid}").st_uid, 0)[0]
     except OSError:
         user = "?"
     command = (read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
-    return {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+    session = None
+    with contextlib.suppress(OSError):
+        session = os.getsid(pid)
+    found = {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+    return {**found, "session": session}
 
 
 def listening() -> Dict[str, Dict[str, Any]]:

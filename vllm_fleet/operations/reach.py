@@ -19,7 +19,7 @@ from vllm_fleet.rollout.hosts import REFUSED, RESULT, SCRIPTS, Failed, Json, res
 
 TICK_SECONDS = 20.0
 # What an operator waits for; of everything else only what it found is told.
-LONG = ("switch", "watch", "drain", "acceptance", "rehearse", "halt", "resume")
+LONG = ("switch", "watch", "drain", "acceptance", "rehearse", "halt", "resume", "adopt")
 # Seconds beyond what the order itself allows, after which a host that says nothing is lost: a
 # network that went away without a word would be waited for without end.
 PATIENCE = {"switch": 7200, "halt": 7200, "acceptance": 3600, "rehearse": 600, "boot": 15}

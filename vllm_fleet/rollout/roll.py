@@ -349,12 +349,28 @@ class _Move:
             allowed = allowed_out(self.roll.settings.most_out, len(members))
             if self.how not in ("rolling", "spare") or len(out) < allowed:
                 return dict(known)
+            if self.target.standing.adopts and self._others(members):
+                return dict(known)
             if time.monotonic() >= deadline:
                 raise Failed(
                     f"{gateway}: out of pool {pool} already: {', '.join(out)}; of {len(members)} "
                     f"no more than {allowed} may be: bring that back first"
                 )
             time.sleep(ROOM_POLL_SECONDS)
+
+    def _others(self, members: Mapping[str, Json]) -> bool:
+        """Whether anybody else of a pool serves: one of ours, or one that is yet to be adopted."""
+        changed = {change.instance.id for change in self.roll.changes}
+        foreign = {
+            name
+            for name, target in self.roll.targets.items()
+            if target.standing.adopts and name not in changed
+        }
+        return any(
+            (one["ready"] and not one["draining"]) or name in foreign
+            for name, one in members.items()
+            if name != self.target.id
+        )
 
     def _out(self) -> None:
         """Out of its pool at every gateway, and nothing in flight through them."""
@@ -379,6 +395,11 @@ class _Move:
         self._ask("measured", probe=self.good["probe"])
 
     def _change(self) -> None:
+        if self.target.standing.adopts:
+            waited = min(self.target.drain_seconds, self._left())
+            order = {"instance": self.name, "port": self.target.port, "seconds": waited}
+            with self._part("adopt"):
+                self.hosts.ask(self.host, "adopt", order)
         self.since = time.time()
         seconds = min(self._start_seconds(), self._left())
         found = self._switch(self.target.to.checksum, seconds)
