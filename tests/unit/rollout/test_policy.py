@@ -164,6 +164,25 @@ def test_the_only_one_of_a_pool_that_starts_too_slowly_needs_a_word(
     assert [step.how for step in allowed.steps] == ["downtime"]
 
 
+def test_spare_cards_are_offered_to_one_at_a_time() -> None:
+    lonely = [one(f"g1/{name}", name, spare=(4, 5)) for name in ("x", "y")]
+    found = rolled(*lonely, one("g2/z", "z"), canaries=0, wave=3)
+    assert order(found) == [["g1/x", "g2/z"], ["g1/y"]]
+
+
+def test_what_is_to_be_adopted_serves_until_it_is_its_turn() -> None:
+    foreign = one("g1/a", runs=None, adopts=True)
+    found = rolled(foreign, one("g2/a", runs=NEW), releases=False)
+    assert [(step.label, step.how) for step in found.steps] == [("g1/a", "rolling")]
+    assert "a vLLM that is not ours -> 0.32.0-bbb" in "\n".join(found.lines())
+    # The same release does not make it ours.
+    assert rolled(replace(foreign, runs=NEW), one("g2/a", runs=NEW)).steps
+    alone = rolled(foreign, releases=False)
+    assert "nobody else serves pool glm while ours starts in its place" in alone.refusals[0]
+    allowed = rolled(foreign, releases=False, allow_downtime=True)
+    assert [step.how for step in allowed.steps] == ["downtime"]
+
+
 def test_a_span_moves_as_one() -> None:
     span = [one("g1/big", span="big"), one("g2/big", span="big")]
     found = rolled(*span, one("g3/a", "glm"))

@@ -450,6 +450,60 @@ def hook(path: Path, text: str) -> str:
     return str(path)
 
 
+def adopting(hosts: FakeFleet, **settings: Any) -> bool:
+    """One run of deploy.py that is told to take over what is not ours."""
+    standings = [
+        replace(one, runs=None, serving=True, adopts=True) if one.id in hosts.foreign else one
+        for one in hosts.standings(OLD)
+    ]
+    chosen = Settings(**{"canary_hold_seconds": 0, **settings})
+    rollout = plan_rollout(standings, chosen, 900, releases=False)
+    assert not rollout.refusals
+    targets = {
+        one.id: Target(one, vars(OLD), OLD, 8001, one.pool, "chat", False, 60, 30)
+        for step in rollout.steps
+        for one in step.members
+    }
+    with Lock(hosts, "gw", Holder("deploy"), beat_seconds=3600) as lock:
+        roll = Roll(hosts, list(hosts.drained), chosen, lock, targets)
+        roll.stage(rollout)
+        return roll.run(rollout)
+
+
+@pytest.mark.parametrize("foreign", [("g1/a",), ("g1/a", "g2/a")])
+def test_what_is_not_ours_is_taken_over_one_after_another(foreign: tuple[str, ...]) -> None:
+    hosts = fleet(("g1", "a", "glm"), ("g2", "a", "glm"))
+    hosts.foreign = {*foreign}
+    for name in foreign:
+        hosts.instances[name].runs, hosts.instances[name].ready = None, False
+    least: list[int] = []
+    hosts.before = lambda host, action, name: least.append(
+        serving(hosts, "glm") + len(hosts.foreign)
+    )
+    assert adopting(hosts)
+    assert min(least) == 1  # of two somebody always answers clients
+    assert not hosts.foreign
+    assert hosts.did("adopt", "switch", "undrain")[:3] == ["adopt a", "switch a", "undrain g1/a"]
+    assert releases(hosts) == ["0.31", "0.31"]
+    settled(hosts)
+
+
+def test_nothing_is_taken_over_while_nobody_else_serves() -> None:
+    hosts = fleet(("g1", "a", "glm"), ("g2", "a", "glm"))
+    hosts.foreign = {"g1/a"}
+    hosts.instances["g1/a"].runs, hosts.instances["g1/a"].ready = None, False
+
+    def fails(host: str, action: str, name: str) -> None:
+        if action == "stage":
+            hosts.instances["g2/a"].ready = False
+
+    hosts.before = fails
+    assert not adopting(hosts)
+    assert "out of pool glm already: g2/a" in "\n".join(hosts.said)
+    assert hosts.foreign == {"g1/a"}
+    assert not hosts.did("adopt")
+
+
 class FakeSpares:
     """Spares of a fleet in memory; ``goes`` is called where one is taken away."""
 
