@@ -135,12 +135,40 @@ class RollingFleet:
         print(f"{script} {' '.join(flags)}: {time.monotonic() - began:.1f} s, {done.returncode}")
         return done
 
+    def meanwhile(
+        self, script: str, host: str, test: str, do: Callable[[], object]
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a deploy file to its end, and do something once a shell test holds on a host."""
+        process = self.operator.start(script, inventory="rolling")
+        assert process.stdout is not None
+        watcher = subprocess.Popen([*self.bed.host(host).ssh_argv(), holds(test)])
+        did: list[bool] = []
+
+        def wait() -> None:
+            if watcher.wait() == 0:
+                do()
+                did.append(True)
+
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        said = process.stdout.read()
+        process.wait(60)
+        watcher.kill()
+        waiter.join()
+        process.stdout.close()
+        assert did, f"{test} never held:\n{said}"
+        return subprocess.CompletedProcess(process.args, process.returncode, said)
+
+    def unlocking(self) -> tuple[str, ...]:
+        """The flags that take the lock from a run that was killed; none where nobody has it."""
+        run = self.lock_holder()
+        return ("--data", f"unlock={run}") if run else ()
+
     def killed_when(self, script: str, host: str, test: str, *flags: str) -> str:
         """Run a deploy file, and kill it as soon as a shell test holds on a host; what it said."""
         process = self.operator.start(script, *flags, inventory="rolling")
         assert process.stdout is not None
-        wait = f"for i in $(seq 3000); do if {test}; then exit 0; fi; sleep 0.05; done; exit 1"
-        watcher = subprocess.Popen([*self.bed.host(host).ssh_argv(), wait])
+        watcher = subprocess.Popen([*self.bed.host(host).ssh_argv(), holds(test)])
 
         def kill() -> None:
             if watcher.wait() == 0:
@@ -194,9 +222,10 @@ class RollingFleet:
         return found
 
     def lock_holder(self) -> str:
-        """The run that holds the lock, as the next one is told."""
-        lock = self.bed.host(GATEWAY).sh("cat /var/lib/vllm/_rollout/lock.json").stdout
-        return str(json.loads(lock)["run"])
+        """The run that holds the lock; "" where nobody does."""
+        look = "cat /var/lib/vllm/_rollout/lock.json"
+        lock = self.bed.host(GATEWAY).sh(look, check=False).stdout
+        return str(json.loads(lock)["run"]) if lock.strip() else ""
 
     def audit(self, run: str = "") -> list[dict[str, Any]]:
         """Lines of the audit log on the gateway, of one run."""
@@ -257,6 +286,11 @@ class RollingFleet:
             looks.wait()
             reader.join()
             looks.stdout.close()
+
+
+def holds(test: str) -> str:
+    """A shell command that ends as soon as a test holds there, or fails after minutes."""
+    return f"for i in $(seq 3000); do if {test}; then exit 0; fi; sleep 0.05; done; exit 1"
 
 
 def told(answers: list[Answer]) -> str:

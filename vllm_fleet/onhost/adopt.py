@@ -1,7 +1,8 @@
 """Take over from a vLLM that somebody started by hand: let it finish, keep its command, end it.
 
 Runs as root with the host's own Python, standard library and our other scripts only. Reads one
-JSON object from standard input, ``{"instance", "port", "seconds"}``, and prints ``result`` and a
+JSON object from standard input, ``{"action": "adopt", "instance", "port",
+"seconds"}``, and prints ``result`` and a
 JSON object as its last line, or ``refused`` and why. What listens on the port is ended, and what
 belongs to it: its unit, else all processes of its session. A process that is no vLLM, or that
 runs in a container, is named and left alone. May be said again: where nobody listens, all is done.
@@ -186,8 +187,9 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     order = json.load(sys.stdin)
     try:
+        action = ledger.chosen(order, {"adopt": adopt})
         with ledger.guarded(order["instance"]):
-            result = adopt(order)
+            result = action(order)
     except (Refused, OSError, KeyError) as error:
         say("refused %s: %s" % (order.get("instance"), error))
         return 1

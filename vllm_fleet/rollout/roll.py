@@ -397,9 +397,9 @@ class _Move:
     def _change(self) -> None:
         if self.target.standing.adopts:
             waited = min(self.target.drain_seconds, self._left())
-            order = {"instance": self.name, "port": self.target.port, "seconds": waited}
+            order = {"action": "adopt", "instance": self.name, "port": self.target.port}
             with self._part("adopt"):
-                self.hosts.ask(self.host, "adopt", order)
+                self.hosts.ask(self.host, "adopt", {**order, "seconds": waited})
         self.since = time.time()
         seconds = min(self._start_seconds(), self._left())
         found = self._switch(self.target.to.checksum, seconds)
