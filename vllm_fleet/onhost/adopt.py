@@ -1,11 +1,11 @@
 """Take over from a vLLM that somebody started by hand: let it finish, keep its command, end it.
 
 Runs as root with the host's own Python, standard library and our other scripts only. Reads one
-JSON object from standard input, ``{"action": "adopt", "instance", "port",
-"seconds"}``, and prints ``result`` and a
-JSON object as its last line, or ``refused`` and why. What listens on the port is ended, and what
-belongs to it: its unit, else all processes of its session. A process that is no vLLM, or that
-runs in a container, is named and left alone. May be said again: where nobody listens, all is done.
+JSON object from standard input, ``{"action": "adopt", "instance", "port", "seconds"}``, and prints
+``result`` and a JSON object as its last line, or ``refused`` and why. What listens on the port is
+ended, and what belongs to it: its unit, else all processes of its session. A process that is no
+vLLM, or that runs in a container, is named and left alone. May be said again: where nobody
+listens, all is done.
 """
 
 import contextlib
