@@ -69,7 +69,6 @@ def _one(spec: HostSpec, state: HostState, names: Collection[str]) -> HostState:
 
 
 def _together(one: Process, other: Process) -> bool:
-    """Whether two processes belong to one server: of one unit, or started in one session."""
-    if one.get("unit") or other.get("unit"):
-        return one.get("unit") == other.get("unit")
+    """Whether two processes belong to one server: both were started in one session, as those of a
+    unit are too. The unit tells less: who logs in by SSH may have all processes in that of sshd."""
     return one.get("session") is not None and one.get("session") == other.get("session")

@@ -32,6 +32,8 @@ Refused = ledger.Refused
 say = ledger.say
 
 VLLM = re.compile(r"(^|[/ ])vllm( |$)|\bvllm\.entrypoints\b|^VLLM::")
+# Of units that people's own processes stay in where no session is kept for each login.
+LOGIN = re.compile(r"(sshd?|crond?|atd|getty|serial-getty|console-getty)(@.*)?\.service")
 CONTAINER = re.compile(r"docker|containerd|libpod|kubepods|lxc|crio")
 POLL_SECONDS = 0.5
 END_SECONDS = 60.0  # from SIGTERM to SIGKILL
@@ -51,6 +53,7 @@ def adopt(order: Json) -> Json:
                 "port %d is held by %s in a container: stop the container, which would start it "
                 "again" % (port, one)
             )
+        service(one.pid)  # before anything is ended
         say("%s: takes over from %s" % (name, one))
     kept = keep(name, [one.pid for one in found])
     waited = idle(port, float(order["seconds"]))
@@ -82,7 +85,7 @@ def keep(name: str, pids: List[int]) -> str:
         seen.append(
             {
                 "pid": pid,
-                "unit": switch.unit_of(pid),
+                "unit": service(pid),
                 "command": switch.text_of("/proc/%d/cmdline" % pid).rstrip("\0").split("\0"),
                 "folder": folder,
                 "environment": switch.text_of("/proc/%d/environ" % pid).rstrip("\0").split("\0"),
@@ -122,7 +125,7 @@ def requests(port: int) -> int:
 
 def end(pid: int) -> None:
     """End a server and what belongs to it. Raises Refused where it stays."""
-    unit = switch.unit_of(pid)
+    unit = service(pid)
     if unit is not None:
         code, text = instances.systemctl("disable", "--now", unit)
         if code != 0:
@@ -142,6 +145,24 @@ def end(pid: int) -> None:
                 raise Refused("pid %s did not end" % ", ".join(map(str, left)))
             return
         time.sleep(POLL_SECONDS)
+
+
+def service(pid: int) -> Optional[str]:
+    """The unit that would start a server again; None where it was started by hand.
+
+    Raises Refused where that is not plain: a unit that does more is not ours to stop.
+    """
+    unit = switch.unit_of(pid)
+    if unit is None or LOGIN.fullmatch(unit):
+        return None
+    main = int(instances.show(unit).get("MainPID") or 0)
+    if main != pid and not VLLM.search(words(main)):
+        raise Refused(
+            "pid %d runs in %s, whose main process is %s: stop that unit by hand, if it is for "
+            "vLLM alone (systemctl disable --now %s)"
+            % (pid, unit, before_start.describe(main), unit)
+        )
+    return unit
 
 
 def session(pid: int) -> List[int]:

@@ -178,3 +178,28 @@ def test_another_program_on_the_port_is_named_and_left_alone(tmp_path: Path) -> 
         with pytest.raises(ledger.Refused, match=rf"pid {pid} .* which is no vLLM: end it by hand"):
             adopt.adopt({"instance": "a", "port": port, "seconds": 1})
         assert adopt.alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("unit", "main", "found"),
+    [
+        (None, "", None),
+        ("ssh.service", "sshd: /usr/sbin/sshd -D", None),  # where logins have no scope
+        ("vllm.service", "/opt/venv/bin/python /opt/venv/bin/vllm serve /data/glm", "vllm.service"),
+    ],
+)
+def test_a_unit_is_stopped_where_it_is_for_vllm(
+    monkeypatch: pytest.MonkeyPatch, unit: str | None, main: str, found: str | None
+) -> None:
+    monkeypatch.setattr(switch, "unit_of", lambda pid: unit)
+    monkeypatch.setattr(adopt.instances, "show", lambda unit: {"MainPID": "5"})
+    monkeypatch.setattr(adopt, "words", lambda pid: main)
+    assert adopt.service(77) == found
+
+
+def test_a_unit_that_does_more_is_left_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switch, "unit_of", lambda pid: "supervisor.service")
+    monkeypatch.setattr(adopt.instances, "show", lambda unit: {"MainPID": "5"})
+    monkeypatch.setattr(adopt, "words", lambda pid: "/usr/bin/python3 /usr/bin/supervisord -n")
+    with pytest.raises(ledger.Refused, match=r"pid 77 runs in supervisor\.service, whose main"):
+        adopt.service(77)

@@ -90,3 +90,14 @@ def test_held_down_and_unreached_hosts_are_told(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "@fake/gpu-2: gave no facts" in done.stdout
     assert "@fake/gpu-2/a  unknown" in done.stdout
+
+
+def test_a_spare_that_was_left_behind_is_told(tmp_path: Path) -> None:
+    left = host()
+    left["instances"]["a.spare"] = {"release": "0.32.0-open", "ready": True, "running": "y"}
+    left["units"]["vllm@a.spare.service"] = unit()
+    done = status(tmp_path, gpu_2=left)
+    assert done.returncode == 1
+    assert "@fake/gpu-2/a.spare: a spare, of a rollout that is under way or was" in " ".join(
+        done.stdout.split()
+    )
