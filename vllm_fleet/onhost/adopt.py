@@ -37,6 +37,7 @@ LOGIN = re.compile(r"(sshd?|crond?|atd|getty|serial-getty|console-getty)(@.*)?\.
 CONTAINER = re.compile(r"docker|containerd|libpod|kubepods|lxc|crio")
 POLL_SECONDS = 0.5
 END_SECONDS = 60.0  # from SIGTERM to SIGKILL
+LEFT_SECONDS = 10.0  # for its workers, once the server itself is gone
 
 
 def adopt(order: Json) -> Json:
@@ -136,6 +137,8 @@ def end(pid: int) -> None:
         os.kill(pid, signal.SIGTERM)  # to the server: it ends its workers
     deadline = time.monotonic() + END_SECONDS
     while left := [one for one in together if alive(one)]:
+        if pid not in left:
+            deadline = min(deadline, time.monotonic() + LEFT_SECONDS)
         if time.monotonic() >= deadline:
             for one in left:
                 with contextlib.suppress(ProcessLookupError):

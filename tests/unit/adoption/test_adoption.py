@@ -141,6 +141,7 @@ def _host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "STATE", str(tmp_path))
     monkeypatch.setattr(switch, "unit_of", lambda pid: None)
     monkeypatch.setattr(adopt, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(adopt, "LEFT_SECONDS", 0.3)
     monkeypatch.setattr(adopt, "CONTAINER", adopt.re.compile("never"))
 
 
