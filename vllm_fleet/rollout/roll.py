@@ -675,6 +675,7 @@ class _Spare(_Move):
         self.since = time.time()
         seconds = min(self._start_seconds(), self._left())
         order = {"action": "resume", "instance": self.name, "seconds": seconds}
+        order["pool"] = self.of.standing.pool
         found = self.hosts.ask(self.host, "care", order)
         if not found["ok"]:
             self.since = float(found.get("since") or self.since)
