@@ -230,7 +230,7 @@ def _step(
         return Step(members, "downtime", gap), (
             f"{gap}: add a second instance, or accept the gap with rollout.allow_downtime"
         )
-    if all(member.spare for member in members):
+    if one.spare and len(members) == 1:  # a span would need as many on every host of it
         cards = ", ".join(map(str, one.spare))
         why = f"the only one of its pool: a spare on cards {cards} takes over first"
         return Step(members, "spare", why), ""

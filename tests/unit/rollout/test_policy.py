@@ -170,6 +170,11 @@ def test_spare_cards_are_offered_to_one_at_a_time() -> None:
     assert order(found) == [["g1/x", "g2/z"], ["g1/y"]]
 
 
+def test_a_span_has_no_spare() -> None:
+    span = [one(f"g{n}/big", span="big", spare=(4, 5)) for n in (1, 2)]
+    assert [step.how for step in rolled(*span).steps] == ["held"]
+
+
 def test_what_is_to_be_adopted_serves_until_it_is_its_turn() -> None:
     foreign = one("g1/a", runs=None, adopts=True)
     found = rolled(foreign, one("g2/a", runs=NEW), releases=False)
