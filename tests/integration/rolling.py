@@ -173,6 +173,7 @@ class RollingFleet:
         said = process.stdout.read()
         process.wait(60)
         process.stdout.close()
+        print(f"{script} {' '.join(flags)}: killed at {test}")
         assert process.returncode == -signal.SIGKILL, f"{test} never held:\n{said}"
         return said
 
@@ -188,6 +189,7 @@ class RollingFleet:
                 break
         process.wait(60)
         process.stdout.close()
+        print(f"{script} {' '.join(flags)}: killed at {line}")
         assert process.returncode == -signal.SIGKILL, f"{line} was never said:\n{''.join(said)}"
         return "".join(said)
 

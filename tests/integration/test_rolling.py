@@ -259,13 +259,20 @@ def test_a_disk_that_is_full_while_staging_touches_nobody(fleet: RollingFleet) -
     before = fleet.releases()
     fleet.wants("0.32.5")
     host, place = fleet.bed.host("roll-2"), "/opt/vllm/releases"
+    # Room enough when it begins, and none any more once the release is half there.
     host.sh(
-        f"cp -a {place} /root/kept && mount -t tmpfs -o mode=755,size=$(($(du -sm {place} | "
-        f"cut -f1) + 4))m tmpfs {place} && cp -a /root/kept/. {place}/"
+        f"cp -a {place} /root/kept && mount -t tmpfs -o mode=755,size=8g tmpfs {place} && "
+        f"cp -a /root/kept/. {place}/"
     )
+    full = f"mount -o remount,size=$(du -sm {place} | cut -f1)m {place}"
     try:
         with fleet.watched() as watched:
-            done = fleet.run("upgrade.py")
+            done = fleet.meanwhile(
+                "upgrade.py",
+                "roll-2",
+                f"ls -d {place}/.*.part >/dev/null 2>&1",
+                lambda: host.sh(full),
+            )
     finally:
         host.sh(f"umount -l {place}; rm -rf /root/kept")
     assert done.returncode == 1, done.stdout
