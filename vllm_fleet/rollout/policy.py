@@ -278,6 +278,8 @@ def _waves(
     if refusals:
         return []
     found: list[tuple[Literal["canary", "wave"], list[Step]]] = []
+    # Of all pools too: clients of one that a cut-off run left without anybody are waiting.
+    steps = sorted(steps, key=lambda step: step.serving)
     first = [step for step in steps if step.label in canaries]
     rest = [step for step in steps if step.label not in canaries]
     size = max(1, _share(settings.wave, len(rest)))

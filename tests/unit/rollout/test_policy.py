@@ -128,6 +128,11 @@ def test_what_does_not_serve_goes_before_others_of_its_pool() -> None:
     assert found.waves[0].steps[0].how == "down"
 
 
+def test_a_pool_that_a_run_left_without_anybody_goes_before_all_others() -> None:
+    left = one("g1/q", "qwen", runs=NEW, cut_off=NEW)
+    assert order(rolled(*FIVE[:3], left)) == [["g1/q"], ["g1/a"], ["g2/a"], ["g3/a"]]
+
+
 def test_a_broken_instance_that_stays_so_takes_the_room_of_its_pool() -> None:
     broken = one("g2/a", wanted=OLD, serving=False)
     found = rolled(one("g1/a"), broken, one("g3/a"))
