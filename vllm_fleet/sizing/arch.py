@@ -41,8 +41,8 @@ class Attention:
 class Latent:
     """MLA: one latent vector a token; ``indexer``: bytes of a DSA key, when the layer has one.
 
-    ``query``: rank of the query's own compression, 0 where it has none. ``shares``: it uses the choice of a layer before it (IndexCache), and from vLLM 0.24 on has no
-    indexer of its own.
+    ``query``: rank of the query's own compression, 0 where it has none. ``shares``: it uses the
+    choice of a layer before it (IndexCache), and from vLLM 0.24 on has no indexer of its own.
     """
 
     width: int

@@ -150,6 +150,6 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         fuses_allreduce=minor >= 18,
         multicast_steps=minor < 27,
         allocates_on_import=minor < 25,
-        keeps_sparse_workspace=minor < 33,
+        keeps_sparse_workspace=minor < 31,
         v2_samples_fp32=minor >= 33,
     )
