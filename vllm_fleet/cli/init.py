@@ -14,6 +14,7 @@ OWN = {
     "upgrade.py": "upgrade.py",
     "rollback.py": "rollback.py",
     "maintain.py": "maintain.py",
+    "nccl.py": "nccl.py",
     "config.py": "config.py",
     ".gitignore": "gitignore",
     "README.md": "README.md",

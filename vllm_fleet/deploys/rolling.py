@@ -59,7 +59,7 @@ def begun(mode: Mode) -> bool:
             for line in prepared.rollout.lines():
                 logger.info("%s", line)
             _begun[key] = bool(prepared.rollout.waves) or (
-                bool(_asked("unlock") or _asked("clear")) or _stays_refused(mode, prepared.rollout)
+                bool(asked("unlock") or asked("clear")) or _stays_refused(mode, prepared.rollout)
             )
         return _begun[key]
 
@@ -87,7 +87,7 @@ def maintained() -> bool:
     with _said:
         key = id(state.inventory)
         if key not in _begun:
-            do, members = _asked("do"), _cared_for()
+            do, members = asked("do"), _cared_for()
             if do not in DO:
                 raise DeployError(
                     f"nothing was changed: say what to do: --data do={' or '.join(DO)}"
@@ -108,10 +108,10 @@ def maintain(state: State, host: Host) -> bool:
     """Hosts out of service and back, one after another."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), _asked("why"))
-        return care.run(cast(Do, _asked("do")))
+        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), asked("why"))
+        return care.run(cast(Do, asked("do")))
 
-    return _locked(state, "maintain.py", do)
+    return locked(state, "maintain.py", do)
 
 
 def _cared_for() -> dict[str, list[Member]]:
@@ -140,12 +140,12 @@ def _roll(state: State, mode: Mode) -> bool:
     """All of a rollout; False where it failed, with everything said."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        return _below_lock(mode, reached, gateways, lock)
+        return below_lock(mode, reached, gateways, lock)
 
-    return _locked(state, f"{mode}.py", do)
+    return locked(state, f"{mode}.py", do)
 
 
-def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
+def locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
     """Do something below the lock of the fleet; False where it failed, with everything said.
 
     pyinfra books the result on the host that carries this call: the lines name the real one.
@@ -168,7 +168,7 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
         logger.error(f"nothing further is changed: {', '.join(failed)} failed earlier in this run")
         return False
     try:
-        if run := _asked("unlock"):
+        if run := asked("unlock"):
             reached.say(unlocked(reached, place, run))
         with Lock(reached, place, holder) as lock:
             return do(reached, gateways, lock)
@@ -177,8 +177,8 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
         return False
 
 
-def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
-    if release := _asked("clear"):
+def below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
+    if release := asked("clear"):
         _clear(reached, release)
     # Somebody else may have changed the fleet since this run looked at it.
     prepared = _prepare(mode, again=True)
@@ -213,7 +213,7 @@ def _stays_refused(mode: Mode, rollout: Rollout) -> bool:
     return mode == "upgrade" and any(one.refused for one, _ in rollout.left)
 
 
-def _asked(key: str) -> str:
+def asked(key: str) -> str:
     """What the operator said by `--data KEY=...`."""
     found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
     return str(found) if found else ""

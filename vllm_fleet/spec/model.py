@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
@@ -420,6 +421,43 @@ class AirGapped(Settings):
     )
     port: Annotated[int, Field(ge=1024, le=65535)] = Field(
         8996, description="Port for it on that host, answered to the fleet's addresses alone."
+    )
+
+
+class Nccl(Settings):
+    """How nodes of models that span hosts reach each other; nccl.py finds out, tests and keeps."""
+
+    interface: Interface | None = Field(
+        None,
+        description="Interface of this host that carries it; null: found, one whose network all "
+        "hosts of the fabric share. Name it where hosts are joined by routers.",
+        examples=["bond0"],
+    )
+    rdma: Literal["auto", "required", "off"] = Field(
+        "auto",
+        description="InfiniBand or RoCE: auto takes it where every host has it; required refuses "
+        "hosts without, and a test in which NCCL fell back to sockets.",
+    )
+    env: dict[EnvName, Value] = Field(
+        default_factory=dict,
+        description="NCCL's own variables; they win over what is found, and are checked against "
+        "the host. Variables for debugging are refused.",
+        examples=[{"NCCL_IB_TC": "106"}],
+    )
+    floor_gbyte: Annotated[float, Field(strict=False, gt=0)] | None = Field(
+        None,
+        description="Least bus bandwidth of an all-reduce over all hosts, in GB a second; null: a "
+        "quarter of the slowest link's speed, where links tell theirs.",
+        examples=[20],
+    )
+    test_mib: Annotated[int, Field(ge=1, le=4096)] = Field(
+        256, description="Largest message of the test; cards take four times as much."
+    )
+    test_seconds: Annotated[int, Field(ge=20)] = Field(
+        120, description="How long the test of all hosts together may take."
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        29400, description="Port of the first host at which the ranks of the test meet."
     )
 
 
@@ -936,6 +974,31 @@ class Rollout(Settings):
     )
 
 
+class PythonArchive(Settings):
+    """A relocatable Python that releases are made with, where the hosts' own does not suit."""
+
+    source: Annotated[
+        str,
+        Field(pattern=r"^(https?://|/)[^\s]+$"),
+        Wants('a URL, or an absolute path such as "/srv/cpython-3.12-install_only.tar.gz"'),
+    ] = Field(
+        description="Where the archive is: a URL, or a path on each host. A .tar.gz, .tar.xz or "
+        ".tar.bz2 with bin/python3, such as an install_only build of python-build-standalone.",
+        examples=[
+            "https://mirror.lan/cpython-3.12.11-x86_64-unknown-linux-gnu-install_only.tar.gz"
+        ],
+    )
+    sha256: Annotated[
+        str, Field(pattern=r"^[0-9a-f]{64}$"), Wants("a sha256: 64 hex digits, lower case")
+    ] = Field(
+        description="sha256 of the archive; another one is refused.",
+        examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"],
+    )
+    version: Annotated[str, Field(pattern=r"^3\.\d+$"), Wants('a version such as "3.12"')] = Field(
+        description="Python in the archive.", examples=["3.12"]
+    )
+
+
 class HostSettings(Settings):
     """Every top-level key of group_vars, as one host has it after merging."""
 
@@ -975,6 +1038,11 @@ class HostSettings(Settings):
     )
     python: OneLine = Field(
         "python3", description="Interpreter that releases are made with.", examples=["python3.12"]
+    )
+    python_archive: PythonArchive | None = Field(
+        None,
+        description="Python for releases from an archive, in place of `python`; null: the "
+        "hosts' own. Releases that stand keep theirs.",
     )
     package_index: PackageIndex = Field(
         default_factory=PackageIndex, description="Where Python packages come from."
@@ -1028,6 +1096,11 @@ class HostSettings(Settings):
         description="Further addresses and networks that may reach the instances' ports.",
         examples=[["10.0.9.0/24"]],
     )
+    nccl: Nccl | None = Field(
+        None,
+        description="This host takes part in the fabric of models that span hosts; null: it does "
+        "not. `{}` has everything found.",
+    )
     probe: Probe = Field(
         default_factory=Probe, description="Asks each instance for a token; frees wedged ones."
     )
@@ -1056,7 +1129,7 @@ class HostSpec(Settings):
     address: str
     settings: HostSettings
 
-    @property
+    @cached_property
     def instances(self) -> tuple[Instance, ...]:
         """The instances placed on this host, in declared order."""
         return tuple(i for i in self.settings.instances if self.name in i.hosts)
