@@ -15,6 +15,7 @@ OWN = {
     "rollback.py": "rollback.py",
     "maintain.py": "maintain.py",
     "nccl.py": "nccl.py",
+    "bench.py": "bench.py",
     "config.py": "config.py",
     ".gitignore": "gitignore",
     "README.md": "README.md",

@@ -13,7 +13,7 @@ from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError
 from pyinfra.operations import python
 
-from vllm_fleet.deploys import fabric, rolling
+from vllm_fleet.deploys import fabric, rolling, trials
 from vllm_fleet.deploys.fleet import all_as_wanted, fleet_plans, given_up, my_plan, new_placement
 from vllm_fleet.operations import flow
 from vllm_fleet.operations import gateway as gateways
@@ -25,6 +25,7 @@ from vllm_fleet.placement import write_placement
 from vllm_fleet.plan import HostPlan
 
 __all__ = [
+    "bench",
     "maintain",
     "meet",
     "my_plan",
@@ -123,6 +124,12 @@ def network(plan: HostPlan | None) -> None:
     """The environment of models that span hosts: tested on all of them, kept or put back."""
     if plan is not None and fabric.begun():
         python.call(name="Environment of the fabric", function=fabric.change, _run_once=True)
+
+
+def bench() -> None:
+    """One instance measured in several configurations, and put back."""
+    if trials.begun():
+        python.call(name="Configurations compared", function=trials.run, _run_once=True)
 
 
 def watch(plan: HostPlan | None) -> None:
