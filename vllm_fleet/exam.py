@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Literal, TypeVar
 
-from vllm_fleet import alertmanager, engine_data, paths
+from vllm_fleet import adoption, alertmanager, engine_data, paths
 from vllm_fleet.cards import (
     Card,
     CardsError,
@@ -205,11 +205,19 @@ def _ports(spec: HostSpec, state: HostState) -> Iterator[Verdict]:
     for port, (what, unit) in sorted(wanted.items()):
         holder = state.listening.get(str(port))
         if holder and holder.get("unit") != unit and not is_ours(holder):
+            remedy = "stop it, or choose another port"
+            if unit.startswith("vllm@") and adoption.is_vllm(holder):
+                name = unit.removeprefix("vllm@").removesuffix(".service")
+                remedy = (
+                    "it is a vLLM that is not ours: `deploy.py --data adopt="
+                    f"{spec.name}/{name}` lets it finish its requests, ends it and starts ours in "
+                    f"its place; or {remedy}"
+                )
             yield Verdict(
                 f"port {port}",
                 "refused",
                 f"port {port} of {what} is taken by {described(holder)}",
-                "stop it, or choose another port",
+                remedy,
             )
 
 

@@ -75,6 +75,7 @@ OWN = {
     "vllm_fleet_instance_ready": "gauge",
     "vllm_fleet_instance_ready_time_seconds": "gauge",
     "vllm_fleet_instance_start_seconds": "gauge",
+    "vllm_fleet_instance_start_part_seconds": "gauge",
     "vllm_fleet_weights_verified_time_seconds": "gauge",
     "vllm_fleet_change_until_seconds": "gauge",
     "vllm_fleet_certificate_expires_time_seconds": "gauge",

@@ -32,6 +32,7 @@ from vllm_fleet import (
     pruning,
     release,
     room,
+    spares,
     watch,
     weights,
 )
@@ -209,6 +210,8 @@ class HostPlan:
     retired: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     new_lines: Mapping[Key, Placed] = field(default_factory=dict)  # of the placement file
+    # By instance that is the only one of its pool: free cards like its own.
+    spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     prune: Mapping[str, list[str]] = field(default_factory=dict)  # what onhost/prune.py is told
 
     @property
@@ -297,6 +300,7 @@ class HostPlan:
                 or not self.state.enabled(i.unit)
             )
             and (i.name not in self.kept or self.kept[i.name].startable)
+            and i.name not in self.state.adopted  # the rollout's business
         )
 
     def to_restart(self) -> tuple[PlannedInstance, ...]:
@@ -794,6 +798,11 @@ def _host_plan(
                 reload=("systemctl", "reload", PROMETHEUS),
             )
         )
+    alone = {
+        pool.instances[0].name
+        for pool in pools
+        if len(pool.instances) == 1 and pool.instances[0].host == spec.name
+    }
     names = {one.name for one in instances}
     used = {one.release for one in instances}
     return HostPlan(
@@ -817,6 +826,7 @@ def _host_plan(
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),
         new_lines=lines_of({spec.name: view}),
+        spares={name: cards for name in sorted(alone) if (cards := spares.found(view, name))},
         prune=pruning.order(settings, state, set(releases) | used, {i.weights for i in instances})
         if releases
         else {},

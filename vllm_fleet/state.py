@@ -55,6 +55,9 @@ class HostState:
     fetched: dict[str, int] = field(default_factory=dict)  # bytes beside a directory of weights
     bundle: dict[str, Any] = field(default_factory=dict)  # stamp of the bundle; {}: none, or stale
 
+    # By instance, not from the host: a vLLM that is not ours and is to be taken over.
+    adopted: dict[str, Process] = field(default_factory=dict)
+
     def to_json(self) -> dict[str, Any]:
         """For pyinfra's debug output."""
         return dict(vars(self))

@@ -21,6 +21,7 @@ class Operator:
 
     def __init__(self, root: Path, cache: Path) -> None:
         self.root = root
+        self.seconds = DEPLOY_SECONDS  # how long one run may take
         root.mkdir(parents=True, exist_ok=True)
         (root / ".testbed").symlink_to(cache)  # group_vars/demo.yml names lock and keys in it
         for name in ("inventory", "group_vars"):
@@ -61,7 +62,7 @@ class Operator:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=DEPLOY_SECONDS,
+            timeout=self.seconds,
         )
 
     def start(self, script: str, *flags: str, inventory: str = "demo") -> subprocess.Popen[str]:

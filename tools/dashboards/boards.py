@@ -542,6 +542,12 @@ INSTANCES = Board(
                     alert="InstanceStartsLong",
                 ),
                 Panel(
+                    "Weights, compiling and CUDA graphs of it",
+                    ((f"vllm_fleet_instance_start_part_seconds{{{OF}}}", NAMED + " {{part}}"),),
+                    unit="s",
+                    stacked=True,
+                ),
+                Panel(
                     "State of the unit",
                     (
                         (

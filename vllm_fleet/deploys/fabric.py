@@ -13,7 +13,7 @@ from pyinfra.api.exceptions import DeployError
 
 from vllm_fleet import fabric, paths
 from vllm_fleet.deploys import rolling
-from vllm_fleet.deploys.fleet import made, plan_again, read_spec
+from vllm_fleet.deploys.fleet import asked, made, plan_again, read_spec
 from vllm_fleet.fabric.discovery import discover
 from vllm_fleet.fabric.environment import Choice, Node, environments
 from vllm_fleet.fabric.nodes import differences, versions_of
@@ -130,8 +130,8 @@ def _prepared(plans: Mapping[str, HostPlan]) -> Prepared:
         seconds=settings.test_seconds,
     )
     lines = [line for one in wanted for line in _shown(one, choices, plans[one.name])]
-    asked = bool(rolling.asked("test"))
-    needed = bool(lines) or asked or any(_untested(one, plans[one.name]) for one in wanted)
+    again = bool(asked("test"))
+    needed = bool(lines) or again or any(_untested(one, plans[one.name]) for one in wanted)
     if not lines:
         what = "tested again" if needed else "and was tested"
         lines = [f"the environment of {len(wanted)} hosts is as it should be, {what}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from pyinfra.api import Host as PyinfraHost
 from pyinfra.api.exceptions import DeployError, InventoryError, PyinfraError
 from pyinfra.context import ctx_host
 
+from vllm_fleet import adoption
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
 from vllm_fleet.operations.alive import LOOK_SECONDS, LOST, while_alive
 from vllm_fleet.operations.runlog import tell_failures
 from vllm_fleet.placement import Key, Placed, text_of
 from vllm_fleet.plan import HostPlan, Refusal
+from vllm_fleet.spares import Spare, kept, with_spares
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import Inputs, read_inputs
@@ -99,13 +102,22 @@ def read_spec() -> tuple[Fleet, Inputs]:
         return _read[key]
 
 
-def plan_again() -> dict[str, HostPlan]:
-    """The plans of the same hosts as they are now. Raises DeployError where one is refused."""
+def plan_again(more: Sequence[Spare] = ()) -> dict[str, HostPlan]:
+    """The plans of the same hosts as they are now, with further spares.
+
+    Raises DeployError where one is refused.
+    """
     before = made()
     taking_part = [
         one for one in inventory if one.name in before.plans and one in state.active_hosts
     ]
-    return _plans(before.fleet, before.inputs, states_of(taking_part))
+    return _plans(before.fleet, before.inputs, states_of(taking_part), more)
+
+
+def asked(key: str) -> str:
+    """What the operator said by `--data KEY=...`."""
+    found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
+    return str(found) if found else ""
 
 
 def given_up() -> frozenset[str]:
@@ -172,9 +184,16 @@ def taking_part() -> list[PyinfraHost]:
     return [one for one in inventory if one in state.active_hosts]
 
 
-def _plans(fleet: Fleet, inputs: Inputs, states: dict[str, HostState]) -> dict[str, HostPlan]:
+def _plans(
+    fleet: Fleet, inputs: Inputs, states: dict[str, HostState], more: Sequence[Spare] = ()
+) -> dict[str, HostPlan]:
     try:
-        return planning.plan_fleet(fleet, states, inputs)
+        names = adoption.asked(asked("adopt"), fleet)
+        states = adoption.as_if_gone(fleet, states, names)
+        known = {(one.host, one.name): one for one in [*kept(fleet, states), *more]}
+        return planning.plan_fleet(with_spares(fleet, [*known.values()]), states, inputs)
+    except adoption.AdoptionError as error:
+        raise DeployError(f"nothing was changed: {error}") from None
     except Refusal as refusal:
         raise DeployError("nothing was changed:\n" + "\n".join(refusal.reasons)) from None
 

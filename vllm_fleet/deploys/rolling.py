@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Literal, cast
 
 from gevent.lock import RLock
-from pyinfra import inventory, logger, state
+from pyinfra import logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 
-from vllm_fleet import engine
-from vllm_fleet.deploys.fleet import made, plan_again, read_spec, states_of, taking_part
+from vllm_fleet import engine, spares
+from vllm_fleet.deploys.fleet import asked, made, plan_again, read_spec, states_of, taking_part
+from vllm_fleet.instance import paths_of
 from vllm_fleet.operations import host as hosts
+from vllm_fleet.operations import instance as instances
 from vllm_fleet.operations.instance import explained
 from vllm_fleet.operations.reach import Reached
 from vllm_fleet.plan import HostPlan
@@ -61,6 +63,8 @@ def begun(mode: Mode) -> bool:
             _begun[key] = bool(prepared.rollout.waves) or (
                 bool(asked("unlock") or asked("clear")) or _stays_refused(mode, prepared.rollout)
             )
+            if mode == "upgrade":
+                _begun[key] = _begun[key] or bool(_leftovers(made().plans))
         return _begun[key]
 
 
@@ -197,6 +201,7 @@ def below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) ->
         prepared.targets,
         explain=explained,
         back=mode == "rollback",
+        spares=_Spares(reached),
     )
     try:
         roll.stage(rollout)
@@ -205,18 +210,13 @@ def below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) ->
         return False
     good = roll.run(rollout) if rollout.waves else True
     _labels()
+    _take_leftovers()
     return good and not _stays_refused(mode, rollout)
 
 
 def _stays_refused(mode: Mode, rollout: Rollout) -> bool:
     """Whether upgrade.py cannot bring the fleet to what is wanted: no success, then."""
     return mode == "upgrade" and any(one.refused for one, _ in rollout.left)
-
-
-def asked(key: str) -> str:
-    """What the operator said by `--data KEY=...`."""
-    found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
-    return str(found) if found else ""
 
 
 def _clear(reached: Reached, release: str) -> None:
@@ -229,12 +229,19 @@ def _clear(reached: Reached, release: str) -> None:
 
 def _labels() -> None:
     """Gateways and monitors learn what runs now: their files follow from it."""
-    by_name = {one.name: one for one in state.inventory}
     try:
         plans = plan_again()
     except DeployError as error:
         logger.warning(f"files were not brought up to date, deploy.py does it: {error}")
         return
+    for name in _followed(plans):
+        logger.warning(f"{name}: not brought up to date; deploy.py does it")
+
+
+def _followed(plans: Mapping[str, HostPlan]) -> list[str]:
+    """Have the files of plans in place, and read; names of the hosts where that failed."""
+    by_name = {one.name: one for one in state.inventory}
+    failed = []
     for plan in plans.values():
         services = (
             *plan.firewall_services,
@@ -248,7 +255,91 @@ def _labels() -> None:
                 hosts.files(name="Files that follow from it", plan=plan)
                 hosts.services(name="Services that read them", plan=plan, services=services)
         except NestedOperationError:
-            logger.warning(f"{plan.spec.name}: not brought up to date; deploy.py does it")
+            failed.append(plan.spec.name)
+    return failed
+
+
+# --- spares --------------------------------------------------------------------------------
+
+
+class _Spares:
+    """Spares of a rollout, by the plan of a fleet in which they are declared."""
+
+    def __init__(self, reached: Reached) -> None:
+        self._reached = reached
+
+    def put(self, one: Standing) -> Target:
+        """Its files and unit in place, known to gateways, not started. Raises Failed."""
+        plan = _plans_or_failed().get(one.host)
+        if plan is None:
+            raise Failed(f"{one.host} takes no part in this run")
+        name = spares.name_of(one.name)
+        if name in plan.retired:
+            # Of a run that was cut off, and perhaps of another version.
+            self._retire(plan, name)
+        port = spares.free_port(plan.spec, plan.state)
+        spare = spares.Spare(one.host, one.name, one.spare, port)
+        plans = _plans_or_failed([spare])
+        if failed := _followed(plans):
+            raise Failed(f"{', '.join(failed)}: does not know the spare of {one.id}")
+        plan = plans[one.host]
+        planned = next(each for each in plan.wanted if each.name == name)
+        version = Version(planned.release, plan.checksums[name])
+        standing = Standing(one.host, name, one.pool, version)
+        return _target(standing, plan, planned)
+
+    def take(self, one: Standing) -> None:
+        """Unknown to gateways, stopped, its files gone. Raises Failed."""
+        plans = _plans_or_failed()
+        if failed := _followed(plans):
+            raise Failed(f"{', '.join(failed)}: still knows the spare of {one.id}")
+        self._retire(plans[one.host], spares.name_of(one.name))
+
+    def _retire(self, plan: HostPlan, name: str) -> None:
+        if failure := _retired(plan, (name,)):
+            raise Failed(failure)
+
+
+def _plans_or_failed(more: list[spares.Spare] | None = None) -> dict[str, HostPlan]:
+    try:
+        return plan_again(more or [])
+    except DeployError as error:
+        raise Failed(str(error)) from None
+
+
+def _retired(plan: HostPlan, names: tuple[str, ...]) -> str:
+    """Drain, stop and remove instances of a host, and their files; "" or what failed."""
+    by_name = {one.name: one for one in state.inventory}
+    gone = {path for name in names for path in paths_of(name)}
+    manifest = {path: put for path, put in plan.state.manifest.items() if path in gone}
+    only = replace(plan, retired=names, state=replace(plan.state, manifest=manifest))
+    try:
+        with ctx_config.use(state.config.copy()), ctx_host.use(by_name[plan.spec.name]):
+            instances.retired(name="Spares that are no longer needed", plan=only)
+            hosts.files(name="Files of spares", plan=only, keep_removed=False)
+    except NestedOperationError:
+        return f"{plan.spec.name}: {', '.join(names)} was not removed"
+    return ""
+
+
+def _leftovers(plans: Mapping[str, HostPlan]) -> dict[str, tuple[str, ...]]:
+    """Spares that a run which was cut off left behind, by host: nobody needs them any more."""
+    return {
+        host: names
+        for host, plan in plans.items()
+        if (names := tuple(name for name in plan.retired if spares.is_spare(name)))
+    }
+
+
+def _take_leftovers() -> None:
+    try:
+        plans = plan_again()
+    except DeployError as error:
+        logger.warning(f"spares may be left, deploy.py takes them away: {error}")
+        return
+    for host, names in _leftovers(plans).items():
+        if failure := _retired(plans[host], names):
+            logger.warning(f"{failure}; deploy.py does it")
 
 
 # --- what is to change ---------------------------------------------------------------------
@@ -269,14 +360,23 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
             standings += [_unseen(spec.name, one.name, one.model) for one in spec.instances]
             continue
         for planned in plan.wanted:
+            if spares.is_spare(planned.name):
+                continue
             version = Version(planned.release, plan.checksums[planned.name])
-            one = standing(plan.state, spec.name, planned.name, planned.model_name, version, known)
+            one = standing(
+                *(plan.state, spec.name, planned.name, planned.model_name, version, known),
+                spare=plan.spares.get(planned.name, ()),
+            )
+            if planned.name in plan.state.adopted:
+                one = replace(one, runs=None, serving=True, adopts=True)
             standings.append(one)
             wanted[one.id] = plan, planned
     if mode == "deploy":
         # What does not run is started before the rollout, or is not to be started at all.
         standings = [
-            replace(_settled(one), serving=not again) if one.runs is None else one
+            replace(_settled(one), serving=not again)
+            if one.runs is None and not one.adopts
+            else one
             for one in standings
         ]
     settings = _settings(fleet)

@@ -20,7 +20,7 @@ from vllm_fleet.bench.measure import measure
 from vllm_fleet.bench.report import ReportError
 from vllm_fleet.bench.result import Result
 from vllm_fleet.deploys import rolling
-from vllm_fleet.deploys.fleet import made, read_spec
+from vllm_fleet.deploys.fleet import asked, made, read_spec
 from vllm_fleet.operations.instance import explained
 from vllm_fleet.operations.reach import Reached
 from vllm_fleet.operations.tunnel import tunnel
@@ -67,7 +67,7 @@ def run(state: State, host: Host) -> bool:
 
 def _below_lock(reached: Reached, gateways: list[str], lock: Lock) -> bool:
     plan, planned, comparison = _asked_for()
-    out = rolling.asked("out") or f"bench-{planned.name}-{time.strftime('%m%d-%H%M%S')}"
+    out = asked("out") or f"bench-{planned.name}-{time.strftime('%m%d-%H%M%S')}"
     results: list[Result] = []
     candidates = _candidates(plan, planned, comparison)
 
@@ -115,7 +115,7 @@ def _below_lock(reached: Reached, gateways: list[str], lock: Lock) -> bool:
 
 def _asked_for() -> tuple[HostPlan, PlannedInstance, Comparison]:
     """The instance and what to compare. Raises DeployError."""
-    who, file = rolling.asked("instance"), rolling.asked("configurations")
+    who, file = asked("instance"), asked("configurations")
     if not who or not file:
         raise DeployError(f"nothing was changed: {USAGE}")
     host, _, name = who.rpartition("/")
@@ -167,7 +167,7 @@ def _candidates(plan: HostPlan, planned: PlannedInstance, compared: Comparison) 
 
 def _generator() -> str:
     try:
-        return find(rolling.asked("generator") or None)
+        return find(asked("generator") or None)
     except GeneratorError as error:
         raise DeployError(f"nothing was changed: {error}") from None
 

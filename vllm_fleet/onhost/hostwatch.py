@@ -80,6 +80,7 @@ HELP = {
     "vllm_fleet_xid_time_seconds": "When the kernel log last held it.",
     "vllm_fleet_xid_total": "Times that the kernel log held it.",
     "vllm_fleet_instance_start_seconds": "The last start: until it served, and its warm-up.",
+    "vllm_fleet_instance_start_part_seconds": "Parts of the load, as vLLM printed them.",
     "vllm_fleet_certificate_expires_time_seconds": "The end of a certificate.",
 }
 
@@ -135,6 +136,10 @@ def instances(settings: Json, samples: Samples) -> None:
         ):
             if isinstance(report.get(key), (int, float)):
                 add(samples, name, [*labels, *more], report[key])
+        parts = read_json(os.path.join(STATE, one["name"], "actual.json")).get("seconds")
+        for part, seconds in parts.items() if isinstance(parts, dict) else ():
+            more = [("part", str(part))]
+            add(samples, "vllm_fleet_instance_start_part_seconds", [*labels, *more], seconds)
         with contextlib.suppress(OSError):
             verified = os.stat(one["weights_stamp"]).st_mtime
             add(samples, "vllm_fleet_weights_verified_time_seconds", labels, verified)

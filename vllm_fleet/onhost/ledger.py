@@ -241,12 +241,8 @@ def end_change(name: str) -> None:
 def tell() -> None:
     """Have it told at once, rather than with the timer's next round: an alert may be faster."""
     with contextlib.suppress(OSError):
-        subprocess.run(
-            ["systemctl", "start", "--no-block", HOSTWATCH],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        )
+        words = ["systemctl", "start", "--no-block", HOSTWATCH]
+        subprocess.run(words, capture_output=True, check=False)
 
 
 def change_path(name: str) -> str:

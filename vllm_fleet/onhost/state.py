@@ -7,6 +7,7 @@ Every part stands alone: what cannot be read is left out or says why, so that on
 never hides the rest.
 """
 
+import contextlib
 import glob
 import grp
 import hashlib
@@ -225,13 +226,17 @@ def unit_of(pid: int) -> Optional[str]:
 
 
 def process(pid: int) -> Dict[str, Any]:
-    """Who a process is: pid, user, command line (cut), unit."""
+    """Who a process is: pid, user, command line (cut), unit, session."""
     try:
         user = owner(os.stat(f"/proc/{pid}").st_uid, 0)[0]
     except OSError:
         user = "?"
     command = (read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
-    return {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+    session = None
+    with contextlib.suppress(OSError):
+        session = os.getsid(pid)
+    found = {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+    return {**found, "session": session}
 
 
 def listening() -> Dict[str, Dict[str, Any]]:
@@ -531,13 +536,16 @@ def instances() -> Dict[str, Dict[str, Any]]:
         name = os.path.basename(path)[: -len(".env")]
         if name == "fabric":  # of all of them, see vllm_fleet/fabric
             continue
-        release = re.search(r'^FLEET_RELEASE="?([^"\n]*)', read(path) or "", re.MULTILINE)
+        env = dict(re.findall(r'^FLEET_([A-Z]+)="?([^"\n]*)', read(path) or "", re.MULTILINE))
+        cards = [int(word) for word in env.get("CARDS", "").split(",") if word.isdigit()]
         found[name] = {
             "actual": read_json(f"{STATE}/{name}/actual.json"),
             "start_seconds": start_seconds(read_json(f"{STATE}/{name}/warmup.json")),
             "running": (read(f"{STATE}/{name}/running") or "").strip(),
             "ready": os.path.exists(f"{RUN}/{name}/ready"),
-            "release": os.path.basename(release.group(1)) if release else "",
+            "release": os.path.basename(env.get("RELEASE", "")),
+            "port": int(env["PORT"]) if env.get("PORT", "").isdigit() else 0,
+            "cards": cards,
         }
     return found
 

@@ -13,6 +13,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "ledger": ("ledger",),
     "switch": ("ledger", "apply", "gate/before_start", "instances", "switch"),
     "care": ("ledger", "apply", "gate/before_start", "instances", "switch", "care"),
+    "adopt": ("ledger", "apply", "gate/before_start", "instances", "switch", "adopt"),
     "gateways": ("gateways",),
     "acceptance": ("acceptance",),
     "rehearse": ("rehearse",),

@@ -324,6 +324,13 @@ class Instance(Settings):
         examples=[{"NCCL_DEBUG": "INFO"}],
     )
 
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if value.endswith(".spare"):
+            raise ValueError("must not end in .spare: a rollout calls its own instances so")
+        return value
+
     @field_validator("cards")
     @classmethod
     def _cards(cls, value: tuple[int, ...] | str) -> tuple[int, ...] | str:

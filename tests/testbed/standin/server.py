@@ -360,6 +360,7 @@ def main() -> None:
         print("ValueError: stand-in: told not to start", flush=True)
         sys.exit(1)
     longest = int(one(options, "max-model-len", "4096"))
+    say("default_loader.py:502", f"Loading weights took {how.start_seconds:.2f} seconds")
     say("gpu_worker.py:298", f"Available KV cache memory: {how.kv_gib:.2f} GiB")
     say("kv_cache_utils.py:1087", f"GPU KV cache size: {how.kv_tokens:,} tokens")
     ratio = how.kv_tokens / longest

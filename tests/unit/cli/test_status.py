@@ -107,3 +107,14 @@ def test_of_a_large_fleet_only_what_is_odd_is_listed(tmp_path: Path) -> None:
     assert f"{large.PREFIX}gpu-8/i3" not in done.stdout
     every = fleet_command(tmp_path, "status", "--all", "inventory/prod.py")
     assert f"{large.PREFIX}gpu-8/i3" in every.stdout
+
+
+def test_a_spare_that_was_left_behind_is_told(tmp_path: Path) -> None:
+    left = host()
+    left["instances"]["a.spare"] = {"release": "0.32.0-open", "ready": True, "running": "y"}
+    left["units"]["vllm@a.spare.service"] = unit()
+    done = status(tmp_path, gpu_2=left)
+    assert done.returncode == 1
+    assert "@fake/gpu-2/a.spare: a spare, of a rollout that is under way or was" in " ".join(
+        done.stdout.split()
+    )

@@ -180,8 +180,11 @@ def test_instances_as_their_own_scripts_left_them(watched: Path) -> None:
     os.utime(watched / "stamp", (5000, 5000))
     report = {"ready_at": 7000, "load_seconds": 61.5, "warm_seconds": 8.25}
     (watched / "air-a" / "warmup.json").write_text(json.dumps(report))
+    parts = {"weights": 31.5, "compile": 20.0}
+    (watched / "air-a" / "actual.json").write_text(json.dumps({"seconds": parts}))
     samples: hostwatch.Samples = {}
     hostwatch.instances(settings(watched), samples)
+    assert of(samples, "vllm_fleet_instance_start_part_seconds", "part") == parts
     assert list(samples["vllm_fleet_instance_ready"].values()) == [1]
     assert list(samples["vllm_fleet_instance_ready_time_seconds"].values()) == [7000]
     assert list(samples["vllm_fleet_weights_verified_time_seconds"].values()) == [5000]

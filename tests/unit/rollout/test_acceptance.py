@@ -229,7 +229,7 @@ def test_a_server_that_hangs_and_one_that_never_ends() -> None:
         found = asked(engine.port, seconds=0.3)
     assert all("no answer within" in one["why"] for one in found["failures"])
     with Engine(chunk_gap=0.01, chunks=100_000) as engine:
-        found = asked(engine.port, seconds=0.5)
+        found = asked(engine.port, seconds=3)  # a busy machine gives the first token in time
     assert "was not over after" in found["failures"][0]["why"]
 
 

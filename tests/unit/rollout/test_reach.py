@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def test_every_script_runs_alone_on_a_host(script: str, tmp_path: Path) -> None:
         "ledger": "refused 'nothing' is none of lock, beat",
         "switch": "refused a: 'nothing' is none of stage, begin",
         "care": "refused a: 'nothing' is none of halt, resume",
+        "adopt": "refused a: 'nothing' is none of adopt",
         "gateways": "refused 'nothing' is none of status, drain",
         "acceptance": 'result {"asked": 1, "failures": [{"name": "timed embeddings"',
         "fabric": "refused 'nothing' is none of stage, path",
@@ -93,6 +95,37 @@ def test_a_connection_that_broke_is_made_once_more(reached: Any) -> None:
     assert host.connects == 2
     with pytest.raises(Failed, match=r"g1: connection lost \(EOFError: Broken pipe\)"):
         reached(Host(9, [])).ask("g1", "ledger", {"action": "lock"})
+
+
+class Ssh:
+    """What a host of pyinfra has where it is reached by SSH."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.sock = connection
+        self.alive = True
+        self.client = self
+
+    def get_transport(self) -> Ssh:
+        return self
+
+    def is_active(self) -> bool:
+        return self.alive
+
+
+def test_a_host_that_falls_silent_is_not_waited_for(reached: Any) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with socket.create_connection(listener.getsockname()) as connection, listener:
+        host: Any = Host(0, ["b: starting"])
+        host.connector = Ssh(connection)
+        host.connector.alive = False
+        with pytest.raises(Failed, match=r"g1: connection lost .*its host fell silent"):
+            reached(host).ask("g1", "switch", {"action": "switch", "instance": "a"})
+        options = {
+            name: connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        }
+    assert options["TCP_KEEPIDLE"] + 3 * options["TCP_KEEPINTVL"] == reach.SILENT_SECONDS
+    assert options["TCP_USER_TIMEOUT"] == reach.SILENT_SECONDS * 1000
 
 
 def test_what_a_long_script_says_is_told_its_result_is_not(
