@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -E)
-CODE := vllm_fleet tests tools docs/pictures $(wildcard deploy.py upgrade.py rollback.py maintain.py config.py inventory)
+CODE := vllm_fleet tests tools docs/pictures $(wildcard deploy.py upgrade.py rollback.py maintain.py bench.py nccl.py config.py inventory)
 TEST_PACKAGES := nginx-light libnginx-mod-http-lua lua-cjson luajit2 lua-check openssl curl \
   prometheus prometheus-alertmanager keepalived chromium
 MYPY := -p vllm_fleet -p tests.testbed

@@ -13,6 +13,7 @@ from vllm_fleet.spec.model import Fleet, HostSpec, Instance
 from vllm_fleet.state import HostState
 
 Json = dict[str, Any]
+NAMED = 10  # instances of one release in a mixed pool; the others are counted
 
 
 def running(fleet: Fleet, states: Mapping[str, HostState], failures: Mapping[str, str]) -> Json:
@@ -108,6 +109,11 @@ def _pools(instances: list[Json]) -> list[Json]:
     return [{**pool, "mixed": len(pool["releases"]) > 1} for pool in found.values()]
 
 
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
 def _findings(hosts: list[Json], instances: list[Json], pools: list[Json], lock: Json) -> list[str]:
     """One line for each thing that is not as it should be."""
     told = [f"{one['name']}: {one['why']}" for one in hosts if not one["reached"]]
@@ -121,7 +127,7 @@ def _findings(hosts: list[Json], instances: list[Json], pools: list[Json], lock:
             )
     for pool in pools:
         if pool["mixed"]:
-            parts = "; ".join(f"{name}: {', '.join(who)}" for name, who in pool["releases"].items())
+            parts = "; ".join(f"{name}: {_listed(who)}" for name, who in pool["releases"].items())
             told.append(f"pool {pool['name']} runs several releases: {parts}")
         if not pool["ready"]:
             told.append(f"pool {pool['name']}: no instance is ready")

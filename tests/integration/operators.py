@@ -26,7 +26,16 @@ class Operator:
         (root / ".testbed").symlink_to(cache)  # group_vars/demo.yml names lock and keys in it
         for name in ("inventory", "group_vars"):
             shutil.copytree(REPO / name, root / name)
-        for name in ("deploy.py", "upgrade.py", "rollback.py", "maintain.py", "config.py"):
+        scripts = (
+            "deploy.py",
+            "upgrade.py",
+            "rollback.py",
+            "maintain.py",
+            "nccl.py",
+            "bench.py",
+            "config.py",
+        )
+        for name in scripts:
             shutil.copy(REPO / name, root / name)
 
     def change(self, how: Callable[[dict[str, Any]], None]) -> None:

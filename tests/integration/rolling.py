@@ -8,10 +8,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -20,7 +21,7 @@ from tests.integration.load import Answer, Load
 from tests.integration.operators import REPO, Operator
 from tests.testbed import services, standin_wheel
 from tests.testbed.bed import HUB_PORT, WHEELS_PORT, Bed
-from tests.testbed.hosts import OPS_USER, HostSpec
+from tests.testbed.hosts import OPS_USER, PACKAGE_CACHE, HostSpec
 from tests.testbed.standin_wheel import Behaviour
 
 PORT = 8903  # of the wheels of the stand-in, beside those of the bed
@@ -99,11 +100,12 @@ class RollingFleet:
     key: str
     stand_in: bool = True
     instances: tuple[str, ...] = INSTANCES
+    secure: bool = False  # its gateway speaks TLS
     made: set[str] = field(default_factory=set)
 
     @property
     def url(self) -> str:
-        return f"http://{self.bed.host(GATEWAY).address}"
+        return f"http{'s' * self.secure}://{self.bed.host(GATEWAY).address}"
 
     # --- what is wanted, and runs of pyinfra
 
@@ -309,18 +311,24 @@ def make(
     bed: Bed,
     folder: Path,
     change: Callable[[dict[str, Any]], None] | None = None,
+    binds: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
+    groups: Sequence[str] = ("gateway",),
     hosts: tuple[str, ...] = HOSTS,
 ) -> RollingFleet:
-    """Boot the hosts, and an operator whose group_vars want 0.31.0 on them."""
+    """Boot the hosts, and an operator whose group_vars want 0.31.0 on them.
+
+    `groups` are those of the host that is the gateway; `binds` are further disks of hosts.
+    """
     bed.up([], uplink=False)  # hub and wheels
     for number, name in enumerate(sorted(hosts)):
-        bed.add(HostSpec(name, 31 + number, OPS_USER if name == "roll-2" else "root"))
-    bed.add(HostSpec(GATEWAY, 40))
+        user = OPS_USER if name == "roll-2" else "root"
+        bed.add(HostSpec(name, 31 + number, user, binds.get(name, ())))
+    bed.add(HostSpec(GATEWAY, 40, "root", binds.get(GATEWAY, ())))
     operator = Operator(folder / "operator", bed.cache)
     wheels = folder / "wheels"
     wheels.mkdir()
     key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
-    _write_inventory(bed, operator.root, change, hosts)
+    _write_inventory(bed, operator.root, change, groups, hosts)
     return RollingFleet(bed, operator, wheels, key)
 
 
@@ -354,6 +362,7 @@ def _write_inventory(
     bed: Bed,
     root: Path,
     change: Callable[[dict[str, Any]], None] | None,
+    groups: Sequence[str],
     hosts: tuple[str, ...],
 ) -> None:
     known = json.loads((bed.root / "state.json").read_text())["inventory"]
@@ -364,7 +373,7 @@ def _write_inventory(
     }
     (root / "inventory" / "rolling.py").write_text(
         f"gpu = {[(name, data[name]) for name in hosts]!r}\n"
-        f"gateway = {[(GATEWAY, data[GATEWAY])]!r}\n"
+        + "".join(f"{group} = {[(GATEWAY, data[GATEWAY])]!r}\n" for group in groups)
     )
     address = bed.net.fabric
     args = {"dtype": "bfloat16", "max-num-seqs": 64}
@@ -376,6 +385,8 @@ def _write_inventory(
         "vllm_version": "0.31.0",
         "vllm_lock": "locks/standin-{version}.txt",
         "python": "python3",
+        # Kept for the next host of this name, whose stand-in may be another one.
+        "package_cache": f"{PACKAGE_CACHE}/{standin_wheel.source_digest()}",
         "package_index": {
             "find_links": [f"http://{address}:{PORT}/", f"http://{address}:{WHEELS_PORT}/"],
             "no_index": True,

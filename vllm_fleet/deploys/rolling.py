@@ -115,7 +115,7 @@ def maintain(state: State, host: Host) -> bool:
         care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), asked("why"))
         return care.run(cast(Do, asked("do")))
 
-    return _locked(state, "maintain.py", do)
+    return locked(state, "maintain.py", do)
 
 
 def _cared_for() -> dict[str, list[Member]]:
@@ -144,12 +144,12 @@ def _roll(state: State, mode: Mode) -> bool:
     """All of a rollout; False where it failed, with everything said."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        return _below_lock(mode, reached, gateways, lock)
+        return below_lock(mode, reached, gateways, lock)
 
-    return _locked(state, f"{mode}.py", do)
+    return locked(state, f"{mode}.py", do)
 
 
-def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
+def locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
     """Do something below the lock of the fleet; False where it failed, with everything said.
 
     pyinfra books the result on the host that carries this call: the lines name the real one.
@@ -181,7 +181,7 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
         return False
 
 
-def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
+def below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
     if release := asked("clear"):
         _clear(reached, release)
     # Somebody else may have changed the fleet since this run looked at it.
@@ -450,16 +450,7 @@ def _hold(fleet: Fleet) -> int:
 
 
 def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
-    files = [
-        {
-            "path": file.path,
-            "content": file.content,
-            "mode": oct(file.mode)[2:],
-            "owner": file.owner,
-            "group": file.group,
-        }
-        for file in plan.instance_files[planned.name]
-    ]
+    files = files_of(plan, planned.name)
     return Target(
         standing=one,
         version={**vars(one.wanted), "files": files},
@@ -472,3 +463,17 @@ def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
         drain_seconds=planned.drain_seconds,
         command={"files": files},
     )
+
+
+def files_of(plan: HostPlan, name: str) -> list[dict[str, str]]:
+    """The files that an instance is started with, as hosts are told of them."""
+    return [
+        {
+            "path": file.path,
+            "content": file.content,
+            "mode": oct(file.mode)[2:],
+            "owner": file.owner,
+            "group": file.group,
+        }
+        for file in plan.instance_files[name]
+    ]

@@ -24,6 +24,7 @@ LONG = ("switch", "watch", "drain", "acceptance", "rehearse", "halt", "resume", 
 # Seconds beyond what the order itself allows, after which a host that says nothing is lost: a
 # network that went away without a word would be waited for without end.
 PATIENCE = {"switch": 7200, "halt": 7200, "acceptance": 3600, "rehearse": 600, "boot": 15}
+PATIENCE |= dict.fromkeys(("path", "ports", "rank"), 30)
 PATIENCE_ELSE = 120
 SILENT_SECONDS = 60
 

@@ -17,6 +17,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "gateways": ("gateways",),
     "acceptance": ("acceptance",),
     "rehearse": ("rehearse",),
+    "fabric": ("ledger", "gate/before_start", "fabric"),
 }
 RESULT, REFUSED, JOURNAL = "result ", "refused ", "journal "
 # Before a cause, and the line that tells of it, in what an operator is told of a log.

@@ -46,6 +46,7 @@ def test_every_script_runs_alone_on_a_host(script: str, tmp_path: Path) -> None:
         "adopt": "refused a: 'nothing' is none of adopt",
         "gateways": "refused 'nothing' is none of status, drain",
         "acceptance": 'result {"asked": 1, "failures": [{"name": "timed embeddings"',
+        "fabric": "refused 'nothing' is none of stage, path",
         "rehearse": 'result {"ok": false, "why": "no command line in its start script"',
     }
     assert done.stdout.startswith(said[script])
