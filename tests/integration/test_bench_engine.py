@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rolling import REAL, RollingFleet, make, real, served
+from tests.integration.rolling import INSTANCES, RollingFleet, make, real, served
 from tests.integration.test_bench import bench, running
 from tests.testbed.bed import Bed
 
@@ -25,7 +25,7 @@ configurations:
 
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
-    """Three engines of two pools."""
+    """Five engines of two pools."""
     fleet = make(empty_bed, tmp_path_factory.mktemp("real"), partial(real, empty_bed))
     fleet.stand_in = False
     with served(fleet):
@@ -41,7 +41,7 @@ def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_two_configurations_counted_as_the_engine_counts(
     fleet: RollingFleet, guidellm: str, tmp_path: Path
 ) -> None:
-    mine = REAL[0]
+    mine = INSTANCES[0]
     before = running(fleet, mine)
     said = bench(fleet, guidellm, tmp_path, mine, FILE)
     print(said)

@@ -24,7 +24,12 @@ from tests.testbed.bed import HUB_PORT, WHEELS_PORT, Bed
 from tests.testbed.hosts import Host, HostSpec
 from tests.testbed.shell import until
 
-pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.integration,
+    pytest.mark.faults,
+    pytest.mark.timeout(900),
+]
 
 NAMES = ("fab-1", "fab-2", "fab-3")
 FILE = "/etc/vllm/fabric.env"

@@ -28,6 +28,7 @@ from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Holder, Lock
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.integration,
     pytest.mark.multinode,
     pytest.mark.faults,

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.monitoring.test_dashboard import EXPORTERS
 from vllm_fleet import dashboard
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.long, pytest.mark.integration]
 
 # What asks the driver for its version is answered here.
 NAMES = """\

@@ -14,7 +14,7 @@ from tests.testbed import tiny_models
 from vllm_fleet.model_options import given_options
 from vllm_fleet.spec.model import Adapter, GenerationConfig, Instance, Model, Reasoning
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 
 # Qwen3's own switch: a template that is told not to think begins with an empty thought.
 SWITCH = (

@@ -20,7 +20,7 @@ from tests.testbed import receiver
 from tests.testbed.bed import Bed
 from tools.unanswered import Found, unanswered
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(900)]
 
 # Two cards, as nvidia-smi of an H200 answered (driver 580); the second has no instance.
 SMI = """\
