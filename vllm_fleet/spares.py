@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from vllm_fleet.cards import CardsError, resolve
 from vllm_fleet.rollout.state import record_of
@@ -17,6 +20,7 @@ from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView
 
 SUFFIX = ".spare"
+M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ def with_spares(fleet: Fleet, spares: list[Spare]) -> Fleet:
         by_host.setdefault(spare.host, []).append(spare)
     if not by_host:
         return fleet
-    return fleet.model_copy(
-        update={"hosts": tuple(_with(spec, by_host.get(spec.name, [])) for spec in fleet.hosts)}
+    return _changed(
+        fleet, hosts=tuple(_with(spec, by_host.get(spec.name, [])) for spec in fleet.hosts)
     )
 
 
@@ -105,5 +109,11 @@ def _with(spec: HostSpec, spares: list[Spare]) -> HostSpec:
         if spare is not None:
             more = {"name": name_of(one.name), "hosts": (spec.name,), "port": spare.port}
             declared.append(one.model_copy(update={**more, "cards": spare.cards}))
-    settings = spec.settings.model_copy(update={"instances": tuple(declared)})
-    return spec.model_copy(update={"settings": settings})
+    return _changed(spec, settings=_changed(spec.settings, instances=tuple(declared)))
+
+
+def _changed(model: M, **fields: object) -> M:
+    """A copy with other fields, and without what the original remembers as following from its
+    own, which ``model_copy`` would take along."""
+    kept = {name: getattr(model, name) for name in type(model).model_fields}
+    return type(model).model_construct(**{**kept, **fields})

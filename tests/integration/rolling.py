@@ -346,6 +346,19 @@ def served(fleet: RollingFleet) -> Iterator[None]:
         process.stop()
 
 
+@contextmanager
+def deployed(fleet: RollingFleet, version: str) -> Iterator[RollingFleet]:
+    """The fleet while all of it serves this version; its hosts are gone afterwards."""
+    with served(fleet):
+        fleet.wants(version)
+        done = fleet.run("deploy.py")
+        assert done.returncode == 0, done.stdout
+        yield fleet
+    for name in [*fleet.bed.hosts]:
+        if name.startswith("roll-"):
+            fleet.bed.remove(name)
+
+
 def real(bed: Bed, values: dict[str, Any]) -> None:
     """Have the real vLLM on CPU instead: the same five instances, nothing is compiled."""
     demo = yaml.safe_load((REPO / "group_vars" / "demo.yml").read_text())

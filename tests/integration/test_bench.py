@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rolling import INSTANCES, MANY, ONE, RollingFleet, make, served, told
+from tests.integration.rolling import (
+    INSTANCES,
+    MANY,
+    ONE,
+    RollingFleet,
+    deployed,
+    make,
+    told,
+)
 from tests.testbed.bed import Bed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -28,14 +36,8 @@ configurations:
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """Three hosts that serve."""
     fleet = make(empty_bed, tmp_path_factory.mktemp("bench"))
-    with served(fleet):
-        fleet.wants("0.31.0")
-        done = fleet.run("deploy.py")
-        assert done.returncode == 0, done.stdout
+    with deployed(fleet, "0.31.0"):
         yield fleet
-    for name in [*fleet.bed.hosts]:
-        if name.startswith("roll-"):
-            fleet.bed.remove(name)
 
 
 def bench(fleet: RollingFleet, guidellm: str, out: Path, instance: str, file: str = FILE) -> str:

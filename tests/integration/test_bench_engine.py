@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rolling import REAL, RollingFleet, make, real, served
+from tests.integration.rolling import (
+    INSTANCES,
+    RollingFleet,
+    deployed,
+    make,
+    real,
+)
 from tests.integration.test_bench import bench, running
 from tests.testbed.bed import Bed
 
@@ -25,23 +31,17 @@ configurations:
 
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
-    """Three engines of two pools."""
+    """Five engines of two pools."""
     fleet = make(empty_bed, tmp_path_factory.mktemp("real"), partial(real, empty_bed))
     fleet.stand_in = False
-    with served(fleet):
-        fleet.wants("0.32.0")
-        done = fleet.run("deploy.py")
-        assert done.returncode == 0, done.stdout
+    with deployed(fleet, "0.32.0"):
         yield fleet
-    for name in [*fleet.bed.hosts]:
-        if name.startswith("roll-"):
-            fleet.bed.remove(name)
 
 
 def test_two_configurations_counted_as_the_engine_counts(
     fleet: RollingFleet, guidellm: str, tmp_path: Path
 ) -> None:
-    mine = REAL[0]
+    mine = INSTANCES[0]
     before = running(fleet, mine)
     said = bench(fleet, guidellm, tmp_path, mine, FILE)
     print(said)

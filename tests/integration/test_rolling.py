@@ -20,8 +20,8 @@ from tests.integration.rolling import (
     MANY,
     RollingFleet,
     Watched,
+    deployed,
     make,
-    served,
     told,
     tried,
 )
@@ -38,14 +38,8 @@ OLD, NEW = dict.fromkeys(INSTANCES, "0.31.0"), dict.fromkeys(INSTANCES, "0.32.0"
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """Three hosts that serve 0.31.0."""
     fleet = make(empty_bed, tmp_path_factory.mktemp("rolling"))
-    with served(fleet):
-        fleet.wants("0.31.0")
-        done = fleet.run("deploy.py")
-        assert done.returncode == 0, done.stdout
+    with deployed(fleet, "0.31.0"):
         yield fleet
-    for name in [*fleet.bed.hosts]:
-        if name.startswith("roll-"):
-            fleet.bed.remove(name)
 
 
 def kept_serving(watched: Watched) -> None:

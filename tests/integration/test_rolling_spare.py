@@ -12,36 +12,23 @@ from typing import Any
 import pytest
 
 from tests.integration.operators import changes
-from tests.integration.rolling import ONE, RollingFleet, Watched, make, served, told, tried
+from tests.integration.rolling import (
+    ONE,
+    RollingFleet,
+    Watched,
+    deployed,
+    make,
+    told,
+    tried,
+)
+from tests.stubs import nvidia_smi
 from tests.testbed.bed import Bed
 from tests.testbed.standin_wheel import Behaviour
 
 pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.timeout(600)]
 
 ONLY, SPARE = "roll-1/c", "roll-1/c.spare"
-NVIDIA_SMI = """\
-#!/usr/bin/python3
-import sys
-cards = [{
-    "index": str(n), "uuid": f"GPU-{n}", "name": "NVIDIA L40S", "compute_cap": "8.9",
-    "pci.bus_id": f"00000000:0{n + 1}:00.0", "memory.total": "46068 MiB",
-    "memory.used": "1 MiB", "driver_version": "580.95.05", "mig.mode.current": "[N/A]",
-    "persistence_mode": "Enabled",
-} for n in range(2)]
-for word in sys.argv[1:]:
-    if word.startswith("--query-gpu="):
-        fields = word.split("=", 1)[1].split(",")
-        if not any("noheader" in each for each in sys.argv):
-            print(", ".join(fields))
-        for card in cards:
-            print(", ".join(card.get(field, "[N/A]") for field in fields))
-    elif word.startswith("--query-compute-apps=") and "noheader" not in sys.argv[-1]:
-        print("gpu_uuid, pid, process_name, used_gpu_memory [MiB]")
-if sys.argv[1:3] == ["topo", "-m"]:
-    print("\\tGPU0\\tGPU1\\tCPU Affinity\\tNUMA Affinity")
-    for n in range(2):
-        print("\\t".join([f"GPU{n}", *(" X " if n == m else "PHB" for m in range(2)), "0-15", "0"]))
-"""
+CARDS = [nvidia_smi.card(n, "NVIDIA L40S", 46068, "8.9") for n in range(2)]
 
 
 def with_cards(values: dict[str, Any]) -> None:
@@ -60,16 +47,12 @@ def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     fleet = make(empty_bed, tmp_path_factory.mktemp("spare"), with_cards, ("roll-1",))
     fleet.instances = (ONLY,)
     host = fleet.bed.host("roll-1")
-    host.sh("cat >/usr/bin/nvidia-smi; chmod 755 /usr/bin/nvidia-smi", stdin=NVIDIA_SMI)
+    host.sh(
+        "cat >/usr/bin/nvidia-smi; chmod 755 /usr/bin/nvidia-smi", stdin=nvidia_smi.script(CARDS)
+    )
     host.sh("touch /dev/nvidia-uvm")  # else no start: CUDA would see no card
-    with served(fleet):
-        fleet.wants("0.31.0")
-        done = fleet.run("deploy.py")
-        assert done.returncode == 0, done.stdout
+    with deployed(fleet, "0.31.0"):
         yield fleet
-    for name in [*fleet.bed.hosts]:
-        if name.startswith("roll-"):
-            fleet.bed.remove(name)
 
 
 def nobody_waited(fleet: RollingFleet, watched: Watched) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS, pop_global_arguments
 from pyinfra.api.exceptions import ConnectError, PyinfraError
 from pyinfra.context import ctx_config, ctx_host
 
+from vllm_fleet.operations.alive import while_alive
 from vllm_fleet.operations.remote import bundled
 from vllm_fleet.rollout.hosts import REFUSED, RESULT, SCRIPTS, Failed, Json, result_of
 
@@ -26,7 +26,6 @@ LONG = ("switch", "watch", "drain", "acceptance", "rehearse", "halt", "resume", 
 PATIENCE = {"switch": 7200, "halt": 7200, "acceptance": 3600, "rehearse": 600, "boot": 15}
 PATIENCE |= dict.fromkeys(("path", "ports", "rank"), 30)
 PATIENCE_ELSE = 120
-SILENT_SECONDS = 60
 
 
 class Reached:
@@ -90,10 +89,8 @@ class Reached:
                     kept = {k: v for k, v in arguments.items() if k in CONNECTOR_ARGUMENT_KEYS}
                     kept.update(command.connector_arguments)
                     kept["_timeout"] = patience
-                    _, output = target.run_shell_command(command, **kept)
-                    transport = _transport(target)
-                    if transport is not None and not transport.is_active():
-                        raise EOFError("its host fell silent, or closed it")
+                    with while_alive(target):
+                        _, output = target.run_shell_command(command, **kept)
                 return [str(line.line) for line in output]
             except Exception as error:  # connectors raise whatever their library does
                 problem = f"{type(error).__name__}: {error}"
@@ -103,36 +100,8 @@ class Reached:
     def _connected(self, target: Host) -> None:
         if not target.connected:
             target.connect(reason="for the rollout", show_errors=False, raise_exceptions=True)
-        _watched(target)
 
     def _tick(self, over: threading.Event, label: Sequence[str], host: str) -> None:
         began = time.monotonic()
         while not over.wait(TICK_SECONDS):
             self.say(f"{host}: {' '.join(label[1:])}: {time.monotonic() - began:.0f} s")
-
-
-def _watched(target: Host) -> None:
-    """Have a connection break once its host is silent for :data:`SILENT_SECONDS`.
-
-    A host that loses its power says nothing; without this, what it was asked last would be
-    waited for as long as a start may take.
-    """
-    # Behind a jump host it is a channel of another connection, which has no such options.
-    connection = getattr(_transport(target), "sock", None)
-    if not isinstance(connection, socket.socket):
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", SILENT_SECONDS // 4),
-        ("TCP_KEEPINTVL", SILENT_SECONDS // 4),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", SILENT_SECONDS * 1000),
-    ):
-        if hasattr(socket, name):  # by name: not every system has each
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _transport(target: Host) -> Any:
-    """Paramiko's end of the connection; None where it is none of SSH."""
-    client = getattr(getattr(target, "connector", None), "client", None)
-    return client.get_transport() if client is not None else None
