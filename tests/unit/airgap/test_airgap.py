@@ -13,6 +13,7 @@ from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import airgap, release
 from vllm_fleet.onhost import bundle as onhost
 from vllm_fleet.operations import host
+from vllm_fleet.operations.remote import Script
 from vllm_fleet.plan import TOOLS_LOCK, HostPlan, Refusal, plan_fleet
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
@@ -180,7 +181,8 @@ def test_what_the_bundle_must_hold(tmp_path: Path) -> None:
 
 def test_apt_has_one_source_and_no_proxy(tmp_path: Path) -> None:
     plan = plans(tmp_path)["gpu-2"]
-    (command,) = [c for c in host.packages._inner(plan=plan) if isinstance(c, str)]
+    yielded = host.packages._inner(plan=plan)
+    (command,) = [c.get_raw_value() for c in yielded if not isinstance(c, str | Script)]
     for word in (
         f"-o Dir::Etc::SourceList={airgap.SOURCES} ",
         "-o Dir::Etc::SourceParts=/dev/null ",

@@ -84,7 +84,8 @@ def test_packages_come_with_what_they_need_and_apt_takes_them(mirror: Path, tmp_
         assert path == "locks/apt-debian-12-amd64.txt"
 
         def install(checksum: str) -> subprocess.CompletedProcess[str]:
-            command = host._from_bundle(("one",), checksum).replace(airgap.SOURCES, str(listed))
+            command = host._from_bundle(("one",), checksum).get_raw_value()
+            command = command.replace(airgap.SOURCES, str(listed))
             command = command.replace(airgap.APT_STATE, str(tmp_path / "state"))
             return subprocess.run(
                 ["sh", "-c", command], env={**os.environ, "APT_CONFIG": str(config)},
