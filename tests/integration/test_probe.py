@@ -17,7 +17,12 @@ from tests.integration import probed
 from tests.integration.probed import Pair
 from tests.testbed.bed import Bed
 
-pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.integration,
+    pytest.mark.faults,
+    pytest.mark.timeout(900),
+]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from tests.integration.rolling import (
 from tests.testbed.bed import Bed
 from tests.testbed.standin_wheel import Behaviour
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.timeout(900)]
 
 LONG = {"max_tokens": 2000, "ignore_eos": True}  # at 200 tokens a second
 OLD, NEW = dict.fromkeys(INSTANCES, "0.31.0"), dict.fromkeys(INSTANCES, "0.32.0")
