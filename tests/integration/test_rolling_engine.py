@@ -67,7 +67,7 @@ def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def watched(fleet: RollingFleet) -> AbstractContextManager[Watched]:
     """The mixed load that five engines on two cores bear beside a start."""
-    return fleet.watched(rate=1, tokens=(4, 4, 24))
+    return fleet.watched(rate=0.5, tokens=(4, 4, 24))
 
 
 def kept_serving(fleet: RollingFleet, seen: Watched) -> None:

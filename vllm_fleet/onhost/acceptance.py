@@ -23,6 +23,7 @@ RUN = "/run/vllm"
 ETC = "/etc/vllm"
 STATE = "/var/lib/vllm"
 LONG_WORDS = 4096
+AT_ONCE_SECONDS = 1.0  # an answer in one piece within this is no sign of streams that are held back
 TIMED_TOKENS = 64  # enough for a rate, and the same number on every version
 TOO_LONG = ("maximum context length", "max_model_len", "max model len", "longer than", "too long")
 TOOL = {
@@ -238,12 +239,16 @@ class Probe:
             )
             if number == 0:
                 continue
-            firsts.append(seen["first"])
-            if seen["tokens"] > 1 and seen["rest"] > 0:
-                rates.append((seen["tokens"] - 1) / seen["rest"])
-        self.found["first_token_seconds"] = round(statistics.median(firsts), 5)
-        if rates:
-            self.found["tokens_per_second"] = round(statistics.median(rates), 2)
+            whole = seen["first"] + seen["rest"]
+            # Of the whole answer: what comes after the first piece may be one piece more.
+            rates.append(seen["tokens"] / whole)
+            # A server that gets no turn to send sends all of a short answer at once: that was
+            # no first token. One that keeps a long answer until its end is slow.
+            if seen["rest"] > whole / 10 or whole > AT_ONCE_SECONDS:
+                firsts.append(seen["first"])
+        if firsts:
+            self.found["first_token_seconds"] = round(statistics.median(firsts), 5)
+        self.found["tokens_per_second"] = round(statistics.median(rates), 2)
 
     def conversation(self) -> None:
         """Turns that build on each other; every answer must end.

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,24 @@ def test_a_server_that_became_much_slower_is_refused_by_its_own_figures() -> Non
     reason = refused(judge(seen[0], seen[1], LIMITS))
     assert "tokens a second" in reason
     assert "time to first token" in reason
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.1, False), (1.1, True)])
+def test_a_stream_that_comes_in_one_piece_has_a_rate_but_a_first_token_only_where_it_is_slow(
+    seconds: float, told: bool
+) -> None:
+    def answer(body: Any) -> Any:
+        if not body.get("stream"):
+            return chat()(body)
+        time.sleep(seconds)
+        delta = {"choices": [{"delta": {"content": "a" * 64}}], "usage": {"completion_tokens": 64}}
+        return [f"data: {json.dumps(delta)}\n\n", "data: [DONE]\n\n"]
+
+    with StandIn({"/v1/chat/completions": answer}) as server:
+        found = asked(server.port, probes=1)
+    assert found["failures"] == []
+    assert found["tokens_per_second"] <= 64 / seconds
+    assert ("first_token_seconds" in found) == told
 
 
 @pytest.mark.parametrize(
