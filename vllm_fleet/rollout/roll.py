@@ -21,6 +21,7 @@ from vllm_fleet.rollout.audit import MEANING, Change, Result, run_mark
 from vllm_fleet.rollout.hosts import CAUSE, JOURNAL, LINE, Failed, Hosts, Json
 from vllm_fleet.rollout.lock import Lock, Locked, recorded
 from vllm_fleet.rollout.policy import Rollout, Standing, Step, Version, Wave, allowed_out
+from vllm_fleet.rollout.rehearsal import as_rehearsed
 from vllm_fleet.spec.model import Rollout as Settings
 
 T = TypeVar("T")
@@ -91,11 +92,16 @@ class Roll:
             for one in step.members:
                 by_host.setdefault(one.host, []).append(self.targets[one.id])
         # One at a time on a host: a rehearsal takes memory and time of what serves there.
-        reasons = _each(lambda targets: [self._staged(one) for one in targets], [*by_host.values()])
+        reasons = _each(self._staged_together, [*by_host.values()])
         if refused := [reason for found in reasons for reason in found if reason]:
             raise Failed("; ".join(refused))
 
-    def _staged(self, target: Target) -> str:
+    def _staged_together(self, targets: Sequence[Target]) -> list[str]:
+        """Why versions of one host cannot be staged. What starts alike is rehearsed once."""
+        found: dict[tuple[str, ...], Json] = {}
+        return [self._staged(target, found) for target in targets]
+
+    def _staged(self, target: Target, rehearsed: dict[tuple[str, ...], Json]) -> str:
         """Why one version cannot be staged; empty where it is."""
         host, name = target.standing.host, target.standing.name
         if target.version is None:
@@ -104,7 +110,11 @@ class Roll:
             self._switch(host, name, "stage", pool=target.standing.pool, next=target.version)
             if not target.command:
                 return ""
-            found = self.hosts.ask(host, "rehearse", {"instance": name, **target.command})
+            like = as_rehearsed(name, target.command["files"])
+            if like not in rehearsed:
+                order = {"instance": name, **target.command}
+                rehearsed[like] = self.hosts.ask(host, "rehearse", order)
+            found = rehearsed[like]
         except Failed as error:
             return f"{target.id}: {error}"
         why = "" if found.get("ok") else found["why"]

@@ -15,6 +15,7 @@ import pytest
 from tests.unit.planned import planned
 from vllm_fleet import instance, paths
 from vllm_fleet.onhost import rehearse
+from vllm_fleet.rollout.rehearsal import as_rehearsed
 
 PARSER = "import argparse\nclass FlexibleArgumentParser(argparse.ArgumentParser):\n    pass\n"
 SERVE = """\
@@ -129,3 +130,24 @@ def test_what_is_not_installed_is_said(release: Path) -> None:
     (release / "bin/python").unlink()
     assert tried(release) == f"{release}/bin/python is missing"
     assert rehearse.rehearse([]) == "no command line in its start script"
+
+
+def files_of(**changes: Any) -> list[dict[str, str]]:
+    return [{"path": f.path, "content": f.content} for f in instance.files(planned(**changes))]
+
+
+def test_replicas_of_a_host_are_rehearsed_as_one() -> None:
+    of_a = as_rehearsed("a", files_of(name="a", port=8001))
+    assert as_rehearsed("bb", files_of(name="bb", port=8002, cards=(6, 7))) == of_a
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"args": {"max-model-len": 9000}},
+        {"env": {"VLLM_USE_V2_MODEL_RUNNER": "1"}},
+        {"release": "0.22.0-abc"},
+    ],
+)
+def test_whatever_else_differs_is_rehearsed_on_its_own(changes: dict[str, Any]) -> None:
+    assert as_rehearsed("a", files_of(**changes)) != as_rehearsed("a", files_of())

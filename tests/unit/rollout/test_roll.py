@@ -31,6 +31,12 @@ def fleet(*who: tuple[str, str, str], **kwargs: Any) -> FakeFleet:
     return FakeFleet(*(Instance(h, n, p, OLD) for h, n, p in who or FIVE), **kwargs)
 
 
+def started_with(one: Standing) -> list[dict[str, str]]:
+    """What a rehearsal looks at."""
+    command = f"#!/bin/sh\nexec vllm serve {one.pool} \\\n  --port {8000 + len(one.name)}\n"
+    return [{"path": f"/etc/vllm/{one.name}.sh", "content": command}]
+
+
 def begin(hosts: FakeFleet, wanted: Version = NEW, **settings: Any) -> tuple[Roll, Rollout, Lock]:
     chosen = Settings(**{"canary_hold_seconds": 20, **settings})
     rollout = plan_rollout(hosts.standings(wanted), chosen, 900)
@@ -47,7 +53,7 @@ def begin(hosts: FakeFleet, wanted: Version = NEW, **settings: Any) -> tuple[Rol
             tools=False,
             start_seconds=60,
             drain_seconds=30,
-            command={"release": wanted.release, "late": True},
+            command={"release": wanted.release, "late": True, "files": started_with(one)},
         )
         for step in rollout.steps
         for one in step.members
@@ -130,6 +136,23 @@ def test_everything_is_staged_and_rehearsed_before_anything_is_touched() -> None
     last = max(i for i, action in enumerate(actions) if action in ("stage", "rehearse"))
     assert last < actions.index("begin")
     assert actions.count("stage") == actions.count("rehearse") == 4
+
+
+def test_what_starts_alike_on_a_host_is_rehearsed_once_and_refused_by_every_name() -> None:
+    hosts = fleet(("g1", "a", "glm"), ("g1", "bb", "glm"), ("g1", "q", "qwen"), ("g2", "a", "glm"))
+    hosts.no_start.add("0.32")
+    roll, rollout, lock = begin(hosts)
+    for target in roll.targets.values():
+        del target.command["late"]
+    with lock, pytest.raises(Failed, match=r"g1/a: .*; g1/q: .*; g1/bb: .*; g2/a: "):
+        roll.stage(rollout)
+    actions = [(host, action) for host, action, _ in hosts.log if action in ("stage", "rehearse")]
+    assert sorted(actions) == [
+        *[("g1", "rehearse")] * 2,
+        *[("g1", "stage")] * 3,
+        ("g2", "rehearse"),
+        ("g2", "stage"),
+    ]
 
 
 def test_options_that_the_release_refuses_stop_it_with_every_reason() -> None:
