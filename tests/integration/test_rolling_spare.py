@@ -44,7 +44,7 @@ def with_cards(values: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """One host with two cards that serves 0.31.0 on the first."""
-    fleet = make(empty_bed, tmp_path_factory.mktemp("spare"), with_cards, ("roll-1",))
+    fleet = make(empty_bed, tmp_path_factory.mktemp("spare"), with_cards, hosts=("roll-1",))
     fleet.instances = (ONLY,)
     nvidia_smi.put(fleet.bed.host("roll-1"), CARDS)
     with deployed(fleet, "0.31.0"):
