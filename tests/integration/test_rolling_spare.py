@@ -45,7 +45,7 @@ def with_cards(values: dict[str, Any]) -> None:
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """One host with two cards that serves 0.31.0 on the first."""
     fleet = make(empty_bed, tmp_path_factory.mktemp("spare"), with_cards, hosts=("roll-1",))
-    fleet.instances = (ONLY,)
+    fleet.instances, fleet.models = (ONLY,), (ONE,)
     nvidia_smi.put(fleet.bed.host("roll-1"), CARDS)
     with deployed(fleet, "0.31.0"):
         yield fleet
@@ -70,7 +70,7 @@ def gone(fleet: RollingFleet) -> None:
 
 def test_the_spare_serves_while_the_only_one_changes(fleet: RollingFleet) -> None:
     fleet.wants("0.32.0", Behaviour(start_seconds=5))
-    with fleet.watched(models=(ONE,)) as watched:
+    with fleet.watched() as watched:
         done = fleet.run("upgrade.py")
     assert done.returncode == 0, done.stdout
     assert "a spare on cards 1 takes over first" in done.stdout
@@ -90,7 +90,7 @@ def test_a_worse_version_never_stops_the_only_one(fleet: RollingFleet) -> None:
     host = fleet.bed.host("roll-1")
     before = host.sh("systemctl show -P InvocationID vllm@c").stdout
     fleet.wants("0.32.1", Behaviour(tokens_per_second=60))
-    with fleet.watched(models=(ONE,)) as watched:
+    with fleet.watched() as watched:
         done = fleet.run("upgrade.py")
     assert done.returncode == 1, done.stdout
     assert "tokens a second" in done.stdout
@@ -113,7 +113,7 @@ def test_a_worse_version_never_stops_the_only_one(fleet: RollingFleet) -> None:
 def test_killed_with_a_spare_the_next_run_ends_it(fleet: RollingFleet, moment: str) -> None:
     version = f"0.32.{3 + ('activating' in moment)}"
     fleet.wants(version, Behaviour(start_seconds=5))
-    with fleet.watched(models=(ONE,)) as watched:
+    with fleet.watched() as watched:
         fleet.killed_when("upgrade.py", "roll-1", moment)
         run = fleet.lock_holder()
         done = fleet.run("upgrade.py", "--data", f"unlock={run}")
