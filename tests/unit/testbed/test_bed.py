@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.testbed import bed, demo, outer, services, wheels
+from tests.testbed import bed, demo, hosts, outer, services, wheels
 from tests.testbed.fabric import OuterSettings
 from tests.testbed.services import REPO, Process
 
@@ -136,3 +136,15 @@ def test_a_process_is_told_from_a_later_one_of_its_pid() -> None:
         assert child.poll() is None
         Process(child.pid, started).stop()
         assert child.wait(5) == -15
+
+
+def test_wheels_of_the_stand_in_do_not_outlive_a_host(tmp_path: Path) -> None:
+    index = "uv/wheels-v8/index/8356bfdd"
+    others = [f"{index}/uvicorn/a", "abc/uv/archive/vllm-standin", f"abc/{index}/click/a"]
+    made = [f"{index}/vllm-standin/a", f"abc/{index}/vllm-standin/a", f"{index}/vllm-standin.rkyv"]
+    for name in (*others, *made):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    hosts.forget_standins(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*others}
