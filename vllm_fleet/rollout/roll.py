@@ -30,6 +30,7 @@ R = TypeVar("R")
 JOURNAL_LINES = 400
 ROOM_SECONDS = 60.0  # for an instance that comes back just now
 ROOM_POLL_SECONDS = 2.0
+PARTS = ("weights", "compile", "graphs")  # of a load, in the order in which they pass
 UNDRAIN_SECONDS = 60  # gateways ask instances twice a second; nginx may be reloading
 
 
@@ -622,27 +623,28 @@ class _Move:
 
     def _tell_parts(self, figures: Json) -> None:
         """The parts of its start, against those of the good version."""
-        before, after = _start_parts(self.good.get("figures") or {}), _start_parts(figures)
-        told = [
-            f"{part} {f'{before[part]:.0f} s' if part in before else '-'} -> {seconds:.0f} s"
-            for part, seconds in after.items()
-        ]
-        if told:
-            self.hosts.say(f"{self.target.id}: started: {', '.join(told)}")
+        if told := started(self.good.get("figures") or {}, figures):
+            self.hosts.say(f"{self.target.id}: started: {told}")
 
 
-def _start_parts(figures: Json) -> dict[str, float]:
-    """Seconds of a start by part, in the order in which they pass."""
-    seconds = figures.get("seconds") or {}
-    found = {
-        part: float(seconds[part]) for part in ("weights", "compile", "graphs") if seconds.get(part)
-    }
-    if "load_seconds" in figures:
-        rest = float(figures["load_seconds"]) - sum(found.values())
-        found["rest of the load" if found else "load"] = max(0.0, rest)
-    if "warm_seconds" in figures:
-        found["warm-up"] = float(figures["warm_seconds"])
-    return found
+def started(old: Json, new: Json) -> str:
+    """Seconds of a start by part, old -> new; empty where nothing was measured."""
+    before, after = (one.get("seconds") or {} for one in (old, new))
+    inside = ", ".join(
+        _both(part, before, after, part) for part in PARTS if before.get(part) or after.get(part)
+    )
+    told = []
+    if "load_seconds" in new:
+        load = _both("load", old, new, "load_seconds")
+        told.append(f"{load} (of it {inside})" if inside else load)
+    if "warm_seconds" in new:
+        told.append(_both("warm-up", old, new, "warm_seconds"))
+    return ", ".join(told)
+
+
+def _both(name: str, old: Json, new: Json, key: str) -> str:
+    before, after = (f"{float(one[key]):.0f} s" if key in one else "-" for one in (old, new))
+    return f"{name} {before} -> {after}"
 
 
 class _Spare(_Move):

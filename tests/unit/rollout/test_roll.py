@@ -14,7 +14,7 @@ from vllm_fleet.rollout import roll as rolling
 from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Holder, Lock, Locked
 from vllm_fleet.rollout.policy import Rollout, Standing, Version, plan_rollout
-from vllm_fleet.rollout.roll import Roll, Target
+from vllm_fleet.rollout.roll import Roll, Target, started
 from vllm_fleet.rollout.state import goes_back, record_of
 from vllm_fleet.spec.model import Rollout as Settings
 
@@ -835,3 +835,20 @@ def test_a_rollback_that_does_not_start_is_said_and_stops() -> None:
     assert not roll_back(hosts)
     assert releases(hosts) == ["-", "0.32", "0.32", "0.32"]
     assert "g1/a: serves neither: failed to start" in "\n".join(hosts.said)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ({}, {}, ""),
+        ({}, {"load_seconds": 50.2, "warm_seconds": 1}, "load - -> 50 s, warm-up - -> 1 s"),
+        # What only one of them tells of is no reason to compare a rest with a whole.
+        (
+            {"load_seconds": 135, "seconds": {"weights": 9.8}},
+            {"load_seconds": 50, "seconds": {"weights": 0.0, "compile": 31.0}},
+            "load 135 s -> 50 s (of it weights 10 s -> 0 s, compile - -> 31 s)",
+        ),
+    ],
+)
+def test_the_parts_of_a_start_are_told_old_and_new(old: Any, new: Any, told: str) -> None:
+    assert started(old, new) == told
