@@ -29,7 +29,7 @@ from tests.integration.rolling import (
 from tests.testbed.bed import Bed
 from tests.testbed.standin_wheel import Behaviour
 
-pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 LONG = {"max_tokens": 2000, "ignore_eos": True}  # at 200 tokens a second
 OLD, NEW = dict.fromkeys(INSTANCES, "0.31.0"), dict.fromkeys(INSTANCES, "0.32.0")
@@ -61,6 +61,7 @@ echo "$FLEET_WAVE $FLEET_INSTANCES $FLEET_FROM $FLEET_TO $FLEET_RESULT" >>told
 """
 
 
+@pytest.mark.long
 def test_an_upgrade_that_is_killed_goes_on_and_loses_no_request(fleet: RollingFleet) -> None:
     hook = fleet.operator.root / "hook"
     hook.write_text(HOOK)
@@ -118,6 +119,7 @@ def test_a_second_upgrade_does_nothing(fleet: RollingFleet) -> None:
         assert (success, error) == ("-", "-"), name
 
 
+@pytest.mark.long
 def test_rollback_is_one_command_and_deploy_leaves_it_so(fleet: RollingFleet) -> None:
     with fleet.watched() as watched:
         done = fleet.run("rollback.py")
@@ -182,7 +184,6 @@ def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet
 # --- cut off -------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
     fleet.wants("0.32.2", Behaviour(start_seconds=2))
