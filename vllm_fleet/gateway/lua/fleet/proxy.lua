@@ -229,6 +229,7 @@ end
 -- began beside it, on a worker that has nothing else to do.
 function M.start()
   start_ids()
+  collectgarbage()  -- what loading left
   ngx.timer.every(CLEAR_UP, function()
     collectgarbage("step", CLEAR_UP_KB)
   end)
