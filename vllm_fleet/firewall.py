@@ -58,6 +58,14 @@ def all_addresses(host: HostSpec, state: HostState | None) -> list[str]:
     return sorted({host.address, *(_addresses(state) if state else [])})
 
 
+def ssh_ports(state: HostState) -> list[int]:
+    """Ports of a host at which sshd listens."""
+    units = ("ssh.service", "sshd.service", "ssh.socket", "sshd.socket")
+    return sorted(
+        int(port) for port, holder in state.listening.items() if holder.get("unit") in units
+    )
+
+
 def sharers(fleet: Fleet) -> dict[int, list[str]]:
     """Addresses of the hosts that give each other weights, by their port.
 
@@ -72,15 +80,22 @@ def sharers(fleet: Fleet) -> dict[int, list[str]]:
 
 
 def files(
-    spec: HostSpec, peers: Mapping[str, Sequence[str]], sharing: Sequence[str] = ()
+    spec: HostSpec,
+    peers: Mapping[str, Sequence[str]],
+    sharing: Sequence[str] = (),
+    span: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    ssh_ports: Sequence[int] = (),
 ) -> list[ManagedFile]:
     """The table of a GPU host and the units that keep it; none where nothing is to be closed.
 
-    ``sharing``: the hosts that may ask this one for weights.
+    ``sharing``: the hosts that may ask this one for weights. ``span``: ports of spans, and the
+    addresses of the hosts that have ranks of them: what listens there runs whatever it is sent.
+    ``ssh_ports``: never closed, also where they are among those.
 
     Raises ValueError, naming the host, for a peer that is no address.
     """
     ports = sorted({one.port for one in spec.instances})
+    span_ports, ranks = span
     if not ports or not spec.settings.firewall:
         return []
     allowed = [*(a for listed in peers.values() for a in listed), *spec.settings.firewall_allow]
@@ -93,6 +108,10 @@ def files(
         "ports": ports,
         "sharing": _networks(spec, sharing, 4),
         "sharing_port": spec.settings.fanout.port,
+        "span_ports": span_ports,
+        "ssh_ports": ssh_ports,
+        "span_ipv4": _networks(spec, [*ranks, *spec.settings.firewall_allow], 4),
+        "span_ipv6": _networks(spec, [*ranks, *spec.settings.firewall_allow], 6),
         "ipv4": _networks(spec, allowed, 4),
         "ipv6": _networks(spec, allowed, 6),
     }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from vllm_fleet import engine, paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.planned import PlannedInstance
+from vllm_fleet.planned import PlannedInstance, PlannedSpan
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import Device
 
@@ -21,6 +22,8 @@ SCRIPTS = (
     "warmup",
     "bootlog",
     "stop",
+    "span",
+    "ray_nodes",
 )  # in vllm_fleet/gate, put to paths.LIB
 START_LIMIT_BURST = 4
 SHUTDOWN_SECONDS = 30  # from SIGTERM to SIGKILL; stop.py has the same
@@ -140,6 +143,7 @@ def running_checksum(instance: PlannedInstance) -> str:
         _env_file(instance, _environment(instance)),
         _unit(),
         _source("gate"),  # runs inside the server
+        *([_source("span")] if instance.span is not None else []),
     )
     digest = hashlib.sha256()
     for part in parts:
@@ -194,6 +198,8 @@ def _environment(instance: PlannedInstance) -> dict[str, str]:
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     elif instance.device == "rocm":
         environment["HIP_VISIBLE_DEVICES"] = cards
+    if instance.span is not None:
+        environment |= _span_environment(instance, instance.span)
     environment |= {
         "HOME": state,
         **{key: f"{_cache(instance)}/{folder}" for key, folder in CACHES.items()},
@@ -214,6 +220,30 @@ def _environment(instance: PlannedInstance) -> dict[str, str]:
     return environment
 
 
+def _span_environment(instance: PlannedInstance, span: PlannedSpan) -> dict[str, str]:
+    """What gate/span.py goes by. The rest of the network is found on the host itself."""
+    settings = span.settings
+    alike = replace(instance, span=replace(span, rank=0), host="", name="", cards=(), port=0)
+    return {
+        "FLEET_SPAN": span.name,
+        "FLEET_RANK": str(span.rank),
+        "FLEET_RANKS": ",".join(
+            f"{host}={address}" for host, address in zip(span.hosts, span.addresses, strict=True)
+        ),
+        "FLEET_WATCH_PORT": str(settings.watch_port),
+        "FLEET_SPAN_PORTS": ",".join(f"{name}={port}" for name, port in span.ports().items()),
+        "FLEET_SILENT_SECONDS": str(settings.silent_seconds),
+        "FLEET_JOIN_SECONDS": str(settings.join_seconds),
+        "FLEET_EXECUTOR": settings.executor,
+        "FLEET_RAY_PORT": str(settings.ray_port),
+        # Ranks that were deployed with other settings than the others must not meet.
+        "FLEET_SETTINGS": hashlib.sha256(json.dumps(engine.command(alike)).encode()).hexdigest()[
+            :12
+        ],
+        "VLLM_HOST_IP": span.address,
+    }
+
+
 def _cache(instance: PlannedInstance) -> str:
     return f"{paths.STATE}/{instance.name}/cache/{instance.release}"
 
@@ -231,12 +261,18 @@ def _env_file(instance: PlannedInstance, environment: dict[str, str]) -> str:
 
 
 def _script(instance: PlannedInstance) -> str:
+    command = engine.command(instance)
+    if instance.span is not None:
+        if instance.span.settings.executor == "ray":
+            wait = [f"{paths.RELEASES}/{instance.release}/bin/python", f"{paths.LIB}/ray_nodes.py"]
+            command = [[*wait, str(len(instance.span.hosts))], *command]
+        command = [["/usr/bin/python3", "-s", "-E", f"{paths.LIB}/span.py"], *command]
     return render(
         "vllm/instance.sh.j2",
         mark=paths.MARK,
         name=instance.name,
         directories=" ".join(f'"${key}"' for key in CACHES),
-        command=engine.shell(engine.command(instance)),
+        command=engine.shell(command),
     )
 
 
@@ -252,9 +288,14 @@ def _drop_in(instance: PlannedInstance) -> str:
         start_limit_burst=START_LIMIT_BURST,
         start_seconds=instance.start_seconds,
         drain_seconds=instance.drain_seconds,
-        timeout_start_seconds=instance.start_seconds + SLACK_SECONDS,
+        # A rank of a span waits for the others as long as it takes, with nothing loaded.
+        timeout_start="infinity"
+        if instance.span is not None
+        else str(instance.start_seconds + SLACK_SECONDS),
         timeout_stop_seconds=instance.drain_seconds + SHUTDOWN_SECONDS + SLACK_SECONDS,
         rocm=instance.device == "rocm",
+        span=instance.span is not None,
+        etc=paths.ETC,
     )
 
 

@@ -29,6 +29,7 @@ from vllm_fleet import (
     pruning,
     release,
     room,
+    spans,
     watch,
     weights,
 )
@@ -42,7 +43,7 @@ from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.rollout.policy import Version
 from vllm_fleet.rollout.state import Refused, record_of, refusal_of, refusals
 from vllm_fleet.spec.inputs import Inputs, lock_path, version_of
-from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance, Rank, rank_name
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView, Sized, lines_of, survey
 
@@ -302,7 +303,8 @@ def pools_of(instances: Mapping[str, tuple[PlannedInstance, ...]]) -> tuple[Pool
     found: dict[str, list[PlannedInstance]] = {}
     for host_instances in instances.values():
         for instance in host_instances:
-            found.setdefault(instance.model_name, []).append(instance)
+            if instance.answers:
+                found.setdefault(instance.model_name, []).append(instance)
     return tuple(
         Pool(name, members[0].model.aliases, members[0].model, tuple(members))
         for name, members in found.items()
@@ -328,19 +330,22 @@ def plan_fleet(
     for spec in fleet.hosts:
         with _refusing(spec, reasons):
             wanted[spec.name] = tuple(
-                _instance(spec, one, views.get(spec.name), inputs) for one in spec.instances
+                _instance(fleet, spec, one, views, inputs) for one in spec.instances
             )
             kept[spec.name] = {
                 one.name: why
                 for one in wanted[spec.name]
                 if spec.name in states and (why := _kept(one, states[spec.name], known))
             }
+    for spec in fleet.hosts if not reasons else ():
+        with _refusing(spec, reasons):
             instances[spec.name] = tuple(
                 _as_it_runs(one, kept[spec.name].get(one.name), states.get(spec.name))
                 for one in wanted[spec.name]
             )
     if reasons:
         raise Refusal(reasons)
+    _keep_together(instances, kept, states)
     pools = pools_of(instances)
     plans: dict[str, HostPlan] = {}
     for spec in fleet.hosts:
@@ -391,8 +396,9 @@ def _release(spec: HostSpec, version: str, inputs: Inputs) -> ReleaseBuild:
 
 
 def _instance(
-    spec: HostSpec, one: Instance, view: HostView | None, inputs: Inputs
+    fleet: Fleet, spec: HostSpec, one: Instance, views: Mapping[str, HostView], inputs: Inputs
 ) -> PlannedInstance:
+    view = views.get(spec.name)
     settings, model = spec.settings, spec.settings.models[one.model]
     version = version_of(spec, one)
     wanted = _release(spec, version, inputs).id
@@ -401,6 +407,11 @@ def _instance(
         cards = view.cards.get(one.name, cards)
     known = view.seen.by_index if view else {}
     sized = view.sized.get(one.name, Sized()) if view else Sized()
+    # Every rank of a span computes with the settings that were chosen for all of them.
+    chosen = sized.args
+    if isinstance(one, Rank):
+        first = views.get(one.hosts[0])
+        chosen = first.sized.get(rank_name(one.of, 0), Sized()).args if first else {}
     return PlannedInstance(
         host=spec.name,
         address=spec.address,
@@ -414,11 +425,12 @@ def _instance(
         release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**sized.args, **model.vllm_args, **one.vllm_args},
+        args={**chosen, **model.vllm_args, **one.vllm_args},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,
         expected=sized.expected if sized.applied else {},
+        span=spans.planned(fleet, one, len(cards)),
     )
 
 
@@ -452,6 +464,19 @@ def _kept(one: PlannedInstance, state: HostState, known: Sequence[Refused]) -> K
     return Kept(
         runs, f"{what} {runs}, group_vars want {one.release}: staged; `upgrade.py` moves it", True
     )
+
+
+def _keep_together(
+    instances: Mapping[str, tuple[PlannedInstance, ...]],
+    kept: Mapping[str, dict[str, Kept]],
+    states: Mapping[str, HostState],
+) -> None:
+    """Leave ranks alone that would not meet: a host is missing, or has another release."""
+    why = {**spans.differing(instances), **spans.apart(instances, states)}
+    for host, own in instances.items():
+        for one in own:
+            if host in states and (host, one.name) in why:
+                kept[host][one.name] = Kept(one.release, why[host, one.name], startable=False)
 
 
 def _as_it_runs(
@@ -568,7 +593,14 @@ def _host_plan(
         present = state.texts.get(firewall.FILE)
         givers = firewall.sharers(fleet).get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
-        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing):
+        if closed := firewall.files(
+            spec,
+            firewall.peers(fleet, states, present),
+            sharing,
+            spans.firewalled(fleet, spec.name),
+            firewall.ssh_ports(state),
+        ):
+            notices += spans.closed_to_others(fleet, state, spec.name)
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.
@@ -590,7 +622,7 @@ def _host_plan(
             monitoring_services.append(_service(f"{watch.GPU_EXPORTER}.service", restarts=exporter))
     if probing := watch.probe_files(
         spec,
-        instances,
+        [one for one in instances if one.answers],
         [monitoring.address(h.address, monitoring.GATEWAY_PORT) for h in fleet.group("gateway")],
     ):
         files += probing

@@ -4,7 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_fleet.spec.model import Device, Model
+from vllm_fleet.spec.model import Device, Model, Span
+
+
+@dataclass(frozen=True)
+class PlannedSpan:
+    """One server over several hosts, and which part of it an instance is."""
+
+    name: str
+    rank: int
+    hosts: tuple[str, ...]  # by rank
+    addresses: tuple[str, ...]  # at which the ranks reach each other
+    settings: Span
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    @property
+    def address(self) -> str:
+        """Of this rank."""
+        return self.addresses[self.rank]
+
+    def ports(self) -> dict[str, int]:
+        """Ports at which this rank listens, by the setting that gives them."""
+        span = self.settings
+        found = {}
+        if self.rank == 0:
+            found = {"watch_port": span.watch_port}
+            if span.executor == "mp":
+                found["master_port"] = span.master_port
+                if span.data_parallel > 1:
+                    found["data_port"] = span.data_port
+        if span.executor == "ray":
+            found["ray_port"] = span.ray_port
+        return found
 
 
 @dataclass(frozen=True)
@@ -30,11 +62,17 @@ class PlannedInstance:
     # Memory that sizing expects, per card: weights_gib, kv_cache_gib, kv_cache_tokens,
     # max_concurrency; empty where it was not sized, or not with these options.
     expected: dict[str, float] = field(default_factory=dict)
+    span: PlannedSpan | None = None  # of which it is one rank
 
     @property
     def unit(self) -> str:
         """Name of its systemd unit."""
         return f"vllm@{self.name}.service"
+
+    @property
+    def answers(self) -> bool:
+        """Whether it takes requests: of a span rank 0 does, for all of them."""
+        return self.span is None or self.span.rank == 0
 
 
 @dataclass(frozen=True)

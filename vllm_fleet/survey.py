@@ -31,7 +31,8 @@ from vllm_fleet.sizing import (
 )
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Rank
+from vllm_fleet.spec.spans import degrees
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -199,7 +200,8 @@ def fit(
     if problem:
         return Sized(source, why_not=problem, reasons=(problem,) if applied else ())
     given = {**model.vllm_args, **one.vllm_args}
-    if not link and applied and not {"tensor-parallel-size", "tensor_parallel_size"} & set(given):
+    split = one.span is not None or {"tensor-parallel-size", "tensor_parallel_size"} & set(given)
+    if not link and applied and not split:
         # Guessing would give other settings, and a restart, whenever one look at a host fails.
         unknown = (
             "how its cards are linked is not known, and its settings follow from that: see what "
@@ -212,10 +214,18 @@ def fit(
         own = engine.options(given)
         if isinstance(model.max_model_len, int):
             own.setdefault("max-model-len", model.max_model_len)
+        count = len(cards)
+        if isinstance(one, Rank) and one.span is not None:
+            # One server on the like cards of all its hosts.
+            count *= len(one.hosts)
+            tensor, stages = degrees(one.span, len(one.hosts), len(cards))
+            own["tensor-parallel-size"], own["pipeline-parallel-size"] = tensor, stages
+            if one.span.data_parallel > 1:
+                own["data-parallel-size"] = one.span.data_parallel
         choices = choose(
             config,
             gpu,
-            len(cards),
+            count,
             links=link or "sys",
             traffic=Traffic(**model.traffic.model_dump()),
             repo=model.repo,
@@ -223,9 +233,7 @@ def fit(
             task=model.task,
             given=own,
         )
-        sizing = (
-            choices.sizing if applied else _as_is(config, gpu, len(cards), version, own, model.task)
-        )
+        sizing = choices.sizing if applied else _as_is(config, gpu, count, version, own, model.task)
     except SizingError as error:
         refused = applied and isinstance(error, RefusedError)
         return Sized(source, why_not=str(error), reasons=(str(error),) if refused else ())

@@ -25,8 +25,8 @@ from vllm_fleet.rollout.lock import Holder, Lock, Locked, lock_host, operator, u
 from vllm_fleet.rollout.maintain import DO, Care, Do, Member
 from vllm_fleet.rollout.policy import Rollout, Standing, Version, plan_rollout
 from vllm_fleet.rollout.roll import Roll, Target
-from vllm_fleet.rollout.state import goes_back, record_of, refusals, standing
-from vllm_fleet.spec.model import Fleet
+from vllm_fleet.rollout.state import goes_back, record_of, refusals, standing, together
+from vllm_fleet.spec.model import Fleet, Instance, Rank
 from vllm_fleet.spec.model import Rollout as Settings
 from vllm_fleet.state import HostState
 
@@ -266,11 +266,14 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
         plan = plans.get(spec.name)
         if plan is None:
             # It takes no part: it counts in its pool, and its gateway knows whether it serves.
-            standings += [_unseen(spec.name, one.name, one.model) for one in spec.instances]
+            standings += [
+                _of_span(_unseen(spec.name, one.name, one.model), one) for one in spec.instances
+            ]
             continue
-        for planned in plan.wanted:
+        for planned, declared in zip(plan.wanted, spec.instances, strict=True):
             version = Version(planned.release, plan.checksums[planned.name])
             one = standing(plan.state, spec.name, planned.name, planned.model_name, version, known)
+            one = _of_span(one, declared)
             standings.append(one)
             wanted[one.id] = plan, planned
     if mode == "deploy":
@@ -280,6 +283,7 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
             for one in standings
         ]
     settings = _settings(fleet)
+    standings = together(standings, wanted)
     rollout = plan_rollout(standings, settings, _hold(fleet), releases=mode == "upgrade")
     targets = {
         one.id: _target(one, *wanted[one.id]) for step in rollout.steps for one in step.members
@@ -295,18 +299,18 @@ def _prepare_back(fleet: Fleet, states: Mapping[str, HostState]) -> Prepared:
         for one in spec.instances:
             there = states.get(spec.name)
             if there is None:
-                standings.append(_unseen(spec.name, one.name, one.model))
+                standings.append(_of_span(_unseen(spec.name, one.name, one.model), one))
                 continue
             nothing = Version("", "")
             found = standing(there, spec.name, one.name, one.model, nothing, known)
+            found = _of_span(found, one)
             standings.append(found)
             records[found.id] = record_of(there, one.name)
     seen = [one for one in standings if one.id in records]
     back = {one.id: one for one in goes_back(seen, records)}
     settings = _settings(fleet).model_copy(update={"canaries": 0, "allow_downtime": True})
-    rollout = plan_rollout(
-        [back.get(one.id, _settled(one)) for one in standings], settings, _hold(fleet)
-    )
+    standings = together([back.get(one.id, _settled(one)) for one in standings], back)
+    rollout = plan_rollout(standings, settings, _hold(fleet))
     specs = {(spec.name, one.name): (spec, one) for spec in fleet.hosts for one in spec.instances}
     targets = {}
     for step in rollout.steps:
@@ -333,10 +337,17 @@ def _unseen(host: str, name: str, pool: str) -> Standing:
     return Standing(host, name, pool, version, version, serving=True)
 
 
+def _of_span(one: Standing, declared: Instance) -> Standing:
+    """With the span that it is a rank of, where it is one."""
+    return replace(one, span=declared.of) if isinstance(declared, Rank) else one
+
+
 def _settled(one: Standing) -> Standing:
     """An instance that is left alone."""
     version = one.runs or one.wanted
-    return Standing(one.host, one.name, one.pool, version, version, serving=one.counts)
+    return Standing(
+        one.host, one.name, one.pool, version, version, serving=one.counts, span=one.span
+    )
 
 
 def _settings(fleet: Fleet) -> Settings:

@@ -150,7 +150,9 @@ class Roll:
     # --- one server
 
     def _span(self, step: Step, hold: int) -> list[Change]:
-        """Change one server; the instances of a span one after the other, none alone in a pool."""
+        """Change one server: an instance, or all ranks of a span together."""
+        if len(step.members) > 1:
+            return self._together(step, hold)
         changes = []
         for one in step.members:
             target = self.targets[one.id]
@@ -167,6 +169,22 @@ class Roll:
             self.hosts.say(f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s{told}")
             if result != "done":
                 break
+        return changes
+
+    def _together(self, step: Step, hold: int) -> list[Change]:
+        """Change all ranks of a span as one server; a change each, of the same end."""
+        targets = [self.targets[one.id] for one in step.members]
+        began = time.monotonic()
+        move = _SpanMove(self, targets, step, hold)
+        try:
+            result, why = move.run()
+        except Exception as error:  # ours, and no reason to keep the others untold
+            result, why = "stuck", f"{type(error).__name__}: {error}: run this again"
+        seconds = time.monotonic() - began
+        changes = [Change(t.standing, t.to, result, seconds, why, move.parts) for t in targets]
+        for change in changes:
+            self._record(change)
+        self.hosts.say(f"{step.label}: {MEANING[result]} after {seconds:.0f} s")
         return changes
 
     def _record(self, change: Change) -> None:
@@ -552,6 +570,70 @@ class _Move:
                 told.append(f"{words} {was} -> {figures[key]:.0f} s")
         if told:
             self.hosts.say(f"{self.target.id}: started: {', '.join(told)}")
+
+
+class _SpanMove(_Move):
+    """All ranks of a span from one version to another: stopped on all hosts, started on all.
+
+    Rank 0 stands for the span: its gateways, probes and good versions are looked at. What is
+    written on a host is written for each rank on its own, and what waits for the span to be ready
+    runs on all hosts side by side.
+    """
+
+    def __init__(self, roll: Roll, targets: Sequence[Target], step: Step, hold: int) -> None:
+        super().__init__(roll, targets[0], step, hold)
+        self.targets = targets
+
+    def _ask(self, action: str, **order: Any) -> Json:
+        """Asked of every rank; the answer of rank 0, or of the first that is not well."""
+
+        def ask(target: Target) -> Json:
+            host, name = target.standing.host, target.standing.name
+            return self.roll._switch(host, name, action, **self._own(target, order))
+
+        found = _each(ask, self.targets)
+        bad = [
+            (target, one)
+            for target, one in zip(self.targets, found, strict=True)
+            if one.get("ok") is False
+        ]
+        if bad:
+            target, answer = next((b for b in bad if not b[1].get("waits")), bad[0])
+            self.worst = target
+            return {**answer, "why": f"{target.id}: {answer['why']}"}
+        if action == "begin":
+            self.goods = {
+                target.id: one.get("goods") or []
+                for target, one in zip(self.targets, found, strict=True)
+            }
+        return found[0]
+
+    def _own(self, target: Target, order: Mapping[str, Any]) -> Json:
+        """An order with the versions of one rank: rank 0's are named in it."""
+        own = dict(order)
+        if isinstance(own.get("to"), dict):
+            own["to"] = {"release": target.to.release, "checksum": target.to.checksum}
+        elif isinstance(own.get("to"), str):
+            own["to"] = self._checksum(target, own["to"])
+        if isinstance(own.get("refused"), dict):
+            refused = own["refused"]
+            one = target.standing
+            version = next(
+                (v for v in (target.to, one.runs, one.cut_off) if v and _same(v, refused, self)),
+                target.to,
+            )
+            own["refused"] = {**refused, "checksum": version.checksum}
+        return own
+
+    def _checksum(self, target: Target, checksum: str) -> str:
+        """What a version of rank 0 is on another rank: the wanted one, or that of its release."""
+        if checksum == self.target.to.checksum:
+            return target.to.checksum
+        release = self.good.get("release")
+        goods = [good for good in self.goods.get(target.id, ()) if good["release"] == release]
+        if not goods:
+            raise Failed(f"{target.id}: remembers no version of {release} to go back to")
+        return str(goods[0]["checksum"])
 
 
 class _NotIn(Exception):

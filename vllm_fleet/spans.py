@@ -1,0 +1,146 @@
+"""Spans in a plan: one server over several hosts, each of which runs one rank of it. Pure.
+
+A rank is an instance of its host like any other: files, unit, record. What makes one server of
+them is here, and in gate/span.py, which runs around the engine of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from vllm_fleet import paths
+from vllm_fleet.planned import PlannedInstance, PlannedSpan
+from vllm_fleet.spec.model import (
+    RAY_PORTS,
+    RAY_WORKER_PORTS,
+    Fleet,
+    Instance,
+    Rank,
+    Span,
+    rank_name,
+)
+from vllm_fleet.spec.spans import degrees
+from vllm_fleet.state import HostState
+
+# (first, last) port that Linux gives by itself; NCCL, gloo and vLLM's queues listen at such.
+RANDOM_PORTS = (32768, 60999)
+
+
+def planned(fleet: Fleet, one: Instance, cards: int) -> PlannedSpan | None:
+    """What an instance is of a span; None where it is a server of its own.
+
+    ``cards``: on its host. Raises ValueError where they do not come out.
+    """
+    if not isinstance(one, Rank) or one.span is None:
+        return None
+    try:
+        tensor, stages = degrees(one.span, len(one.hosts), cards)
+    except ValueError as error:
+        raise ValueError(f"instance {one.of}: {error}") from None
+    return PlannedSpan(
+        name=one.of,
+        rank=one.rank,
+        hosts=one.hosts,
+        addresses=addresses(fleet, one.hosts, one.span),
+        settings=one.span,
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+    )
+
+
+def addresses(fleet: Fleet, hosts: Iterable[str], span: Span) -> tuple[str, ...]:
+    """At which the ranks reach each other, in their order."""
+    return tuple(span.addresses.get(name) or fleet.host(name).address for name in hosts)
+
+
+def ranks(
+    instances: Mapping[str, Iterable[PlannedInstance]],
+) -> dict[str, list[PlannedInstance]]:
+    """The ranks of every span over all hosts, by its name, in their order."""
+    found: dict[str, list[PlannedInstance]] = {}
+    for host_instances in instances.values():
+        for one in host_instances:
+            if one.span is not None:
+                found.setdefault(one.span.name, []).append(one)
+    for members in found.values():
+        members.sort(key=lambda one: one.span.rank if one.span else 0)
+    return found
+
+
+def apart(
+    instances: Mapping[str, Iterable[PlannedInstance]], seen: Iterable[str]
+) -> dict[tuple[str, str], str]:
+    """Ranks that are left alone, by (host, name): other hosts of theirs take no part in a run."""
+    there, found = set(seen), {}
+    for name, members in ranks(instances).items():
+        missing = [one.host for one in members if one.host not in there]
+        for one in members if missing else ():
+            found[one.host, one.name] = (
+                f"{', '.join(missing)} of span {name} takes no part in this run, and a span is "
+                "started and changed as one: as it was, until all its hosts do"
+            )
+    return found
+
+
+def differing(instances: Mapping[str, Iterable[PlannedInstance]]) -> dict[tuple[str, str], str]:
+    """Ranks that would not meet, by (host, name): another release than that of their rank 0."""
+    found = {}
+    for name, members in ranks(instances).items():
+        first = members[0]
+        if all(one.release == first.release for one in members):
+            continue
+        told = ", ".join(f"{one.host} {one.release}" for one in members)
+        for one in members:
+            found[one.host, one.name] = (
+                f"the ranks of span {name} have different releases ({told}): run upgrade.py, which "
+                "moves all of them together"
+            )
+    return found
+
+
+def firewalled(fleet: Fleet, host: str) -> tuple[list[str], list[str]]:
+    """(ports, addresses of peers) of the spans on a host; both empty where it has none.
+
+    Besides the ports that are given there are those that Linux chooses: NCCL, gloo and the
+    queues of vLLM listen at them, and take code from whoever reaches them.
+    """
+    ports: list[str] = []
+    peers: set[str] = set()
+    for one in fleet.host(host).instances:
+        if not isinstance(one, Rank) or one.span is None:
+            continue
+        span = one.span
+        given = [span.watch_port, span.master_port, span.data_port]
+        ports += [str(port) for port in given]
+        if span.executor == "ray":
+            ports.append(f"{span.ray_port}-{span.ray_port + RAY_PORTS + RAY_WORKER_PORTS - 1}")
+        peers |= set(addresses(fleet, one.hosts, span))
+        peers |= {fleet.host(name).address for name in one.hosts}
+    if ports:
+        ports.append(f"{RANDOM_PORTS[0]}-{RANDOM_PORTS[1]}")
+    return sorted(set(ports)), sorted(peers)
+
+
+def closed_to_others(fleet: Fleet, state: HostState, host: str) -> list[str]:
+    """What else listens on a host at ports that the firewall closes for the sake of spans."""
+    if not firewalled(fleet, host)[0]:
+        return []
+    first, last = RANDOM_PORTS
+    told = [
+        f"{port} ({holder.get('command') or '?'})"
+        for port, holder in sorted(state.listening.items())
+        if first <= int(port) <= last
+        and holder.get("user") != paths.USER
+        and not str(holder.get("unit")).startswith("ssh")
+    ]
+    if not told:
+        return []
+    return [
+        f"firewall: ports {first}-{last} are open to the hosts of its spans alone; somebody else "
+        f"listens at {', '.join(told[:5])}: name who must reach that in firewall_allow"
+    ]
+
+
+def first_of(one: Rank) -> tuple[str, str]:
+    """(host, name) of the rank that answers for a span."""
+    return one.hosts[0], rank_name(one.of, 0)
