@@ -222,7 +222,11 @@ class HostPlan:
         return tuple(r for r in self.releases if r.id not in self.state.releases)
 
     def to_start(self) -> tuple[PlannedInstance, ...]:
-        """Instances that do not run: nobody is served by them, so they start at once."""
+        """Instances that do not run: nobody is served by them, so they start at once.
+
+        One that starts with other settings, or waits with them for other ranks of its span, is
+        replaced instead.
+        """
         return tuple(
             i
             for i in self.instances
@@ -231,6 +235,12 @@ class HostPlan:
                 or not self.state.enabled(i.unit)
             )
             and (i.name not in self.kept or self.kept[i.name].startable)
+            and not (
+                self.state.units.get(i.unit, {}).get("ActiveState") == "activating"
+                and i.span is not None
+                and i.name not in self.kept
+                and _running(self.state, i.name) != self.checksums[i.name]
+            )
         )
 
     def to_restart(self) -> tuple[PlannedInstance, ...]:

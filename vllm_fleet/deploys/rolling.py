@@ -13,7 +13,7 @@ from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 
-from vllm_fleet import engine
+from vllm_fleet import engine, spans
 from vllm_fleet.deploys.fleet import made, plan_again, read_spec, states_of, taking_part
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.operations.instance import explained
@@ -128,6 +128,7 @@ def _cared_for() -> dict[str, list[Member]]:
                 tools=False,
                 start_seconds=spec.settings.start_seconds,
                 drain_seconds=spec.settings.drain_seconds,
+                at="/".join(spans.first_of(one)) if isinstance(one, Rank) else "",
             )
             for one in spec.instances
         ]
@@ -339,14 +340,23 @@ def _unseen(host: str, name: str, pool: str) -> Standing:
 
 def _of_span(one: Standing, declared: Instance) -> Standing:
     """With the span that it is a rank of, where it is one."""
-    return replace(one, span=declared.of) if isinstance(declared, Rank) else one
+    if not isinstance(declared, Rank):
+        return one
+    return replace(one, span=declared.of, rank=declared.rank)
 
 
 def _settled(one: Standing) -> Standing:
     """An instance that is left alone."""
     version = one.runs or one.wanted
     return Standing(
-        one.host, one.name, one.pool, version, version, serving=one.counts, span=one.span
+        one.host,
+        one.name,
+        one.pool,
+        version,
+        version,
+        serving=one.counts,
+        span=one.span,
+        rank=one.rank,
     )
 
 

@@ -583,9 +583,13 @@ class _SpanMove(_Move):
     def __init__(self, roll: Roll, targets: Sequence[Target], step: Step, hold: int) -> None:
         super().__init__(roll, targets[0], step, hold)
         self.targets = targets
+        self.worst = targets[0]
+        self.goods: dict[str, list[Json]] = {}  # versions to go back to, by rank
 
     def _ask(self, action: str, **order: Any) -> Json:
         """Asked of every rank; the answer of rank 0, or of the first that is not well."""
+        if action == "journal":
+            return self.roll._switch(self.host, self.name, action, **order)
 
         def ask(target: Target) -> Json:
             host, name = target.standing.host, target.standing.name
@@ -616,13 +620,10 @@ class _SpanMove(_Move):
         elif isinstance(own.get("to"), str):
             own["to"] = self._checksum(target, own["to"])
         if isinstance(own.get("refused"), dict):
-            refused = own["refused"]
-            one = target.standing
-            version = next(
-                (v for v in (target.to, one.runs, one.cut_off) if v and _same(v, refused, self)),
-                target.to,
-            )
-            own["refused"] = {**refused, "checksum": version.checksum}
+            first, one = self.target.standing, target.standing
+            pairs = ((first.runs, one.runs), (first.cut_off, one.cut_off))
+            same = (b for a, b in pairs if a and b and a.checksum == own["refused"]["checksum"])
+            own["refused"] = {**own["refused"], "checksum": next(same, target.to).checksum}
         return own
 
     def _checksum(self, target: Target, checksum: str) -> str:
@@ -630,10 +631,23 @@ class _SpanMove(_Move):
         if checksum == self.target.to.checksum:
             return target.to.checksum
         release = self.good.get("release")
-        goods = [good for good in self.goods.get(target.id, ()) if good["release"] == release]
-        if not goods:
+        goods = [
+            [good["checksum"] for good in self.goods.get(one.id, ()) if good["release"] == release]
+            for one in (self.target, target)
+        ]
+        # Remembered together, so the same place on each.
+        place = goods[0].index(checksum) if checksum in goods[0] else 0
+        if place >= len(goods[1]):
             raise Failed(f"{target.id}: remembers no version of {release} to go back to")
-        return str(goods[0]["checksum"])
+        return str(goods[1][place])
+
+    def _save_log(self) -> tuple[str, str]:
+        """Of the rank that did not go well."""
+        self.host, self.name = self.worst.standing.host, self.worst.standing.name
+        try:
+            return super()._save_log()
+        finally:
+            self.host, self.name = self.target.standing.host, self.target.standing.name
 
 
 class _NotIn(Exception):
