@@ -600,6 +600,7 @@ def _host_plan(
             releases[build.id] = build
             same = [i for i in wanted if i.model_name == one.model_name]
             fetches[one.model_name] = _fetch(spec, same, state, inputs)
+        notices += spans.link_notices(fleet, states, spec.name)
         present = state.texts.get(firewall.FILE)
         givers = firewall.sharers(fleet).get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []

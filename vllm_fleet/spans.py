@@ -7,6 +7,7 @@ them is here, and in gate/span.py, which runs around the engine of each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from vllm_fleet import paths
 from vllm_fleet.planned import PlannedInstance, PlannedSpan
@@ -24,6 +25,17 @@ from vllm_fleet.state import HostState
 
 # (first, last) port that Linux gives by itself; NCCL, gloo and vLLM's queues listen at such.
 RANDOM_PORTS = (32768, 60999)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How one host of a span reaches the others; "" and 0 where it is not known."""
+
+    host: str
+    address: str
+    interface: str
+    speed_mbit: int
+    mtu: int
 
 
 def planned(fleet: Fleet, one: Instance, cards: int) -> PlannedSpan | None:
@@ -139,6 +151,49 @@ def closed_to_others(fleet: Fleet, state: HostState, host: str) -> list[str]:
         f"firewall: ports {first}-{last} are open to the hosts of its spans alone; somebody else "
         f"listens at {', '.join(told[:5])}: name who must reach that in firewall_allow"
     ]
+
+
+def links(fleet: Fleet, states: Mapping[str, HostState], one: Rank) -> list[Link]:
+    """The network interface of each rank of a span at its address, of hosts that were seen."""
+    found = []
+    assert one.span is not None
+    for host, address in zip(one.hosts, addresses(fleet, one.hosts, one.span), strict=True):
+        nics = states[host].nics if host in states else {}
+        name, nic = next(
+            (
+                (name, nic)
+                for name, nic in nics.items()
+                if address in {a.partition("/")[0] for a in nic.get("addresses", ())}
+            ),
+            ("", {}),
+        )
+        found.append(
+            Link(host, address, name, int(nic.get("speed_mbit") or 0), int(nic.get("mtu") or 0))
+        )
+    return found
+
+
+def link_notices(fleet: Fleet, states: Mapping[str, HostState], host: str) -> list[str]:
+    """What is odd about the network of the spans whose rank 0 is on a host."""
+    told = []
+    for one in fleet.host(host).instances:
+        if not isinstance(one, Rank) or one.rank:
+            continue
+        seen = [link for link in links(fleet, states, one) if link.host in states]
+        for link in seen:
+            if not link.interface and states[link.host].nics:
+                told.append(
+                    f"span {one.of}: {link.host} has no interface with {link.address}: name the "
+                    "right one in span.addresses"
+                )
+        for what, unit in (("mtu", ""), ("speed_mbit", " Mbit/s")):
+            values = {link.host: getattr(link, what) for link in seen if getattr(link, what)}
+            if len(set(values.values())) > 1:
+                listed = ", ".join(f"{name} {value}{unit}" for name, value in values.items())
+                told.append(
+                    f"span {one.of}: its hosts differ in {what.removesuffix('_mbit')}: {listed}"
+                )
+    return told
 
 
 def first_of(one: Rank) -> tuple[str, str]:

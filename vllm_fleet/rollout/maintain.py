@@ -269,7 +269,7 @@ class Care:
 
     def _probe(self, one: Member) -> Json:
         limits = self.settings.acceptance
-        host, _, name = one.id.partition("/")
+        host, _, name = one.id.rpartition("/")
         order = {
             "instance": name,
             "port": one.port,

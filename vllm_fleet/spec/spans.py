@@ -191,6 +191,13 @@ def _alike(found: Findings, at: At, instance: Instance, by_name: Mapping[str, Lo
             different.append(f"models.{instance.model}")
         if not instance.vllm_version and host.settings.vllm_version != first.vllm_version:
             different.append("vllm_version")
+        has_ray = any(one.startswith(("ray==", "ray[")) for one in host.settings.vllm_extra)
+        if instance.span and instance.span.executor == "ray" and not has_ray:
+            text = (
+                f"{name}: no Ray in its release, and no vLLM depends on it: add it to vllm_extra, "
+                'such as vllm_extra: ["ray==2.60.0"], and make the lock again (`fleet lock`)'
+            )
+            found.say(At(at.layer, (*at.loc, "span", "executor")), text)
         if different:
             text = f"{name} differs from {known[0].host.name} in {', '.join(different)}"
             found.say(here, f"{text}: the ranks of a span must be alike")
