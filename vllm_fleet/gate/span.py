@@ -188,8 +188,11 @@ class Engine:
         commands = [self._command]
         if settings.ray_port:
             env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token, RAY_USAGE_STATS_ENABLED="0")
-            ray = ray_command(settings)
-            commands = [ray, self._command] if settings.me.number == 0 else [ray]
+            ray = ray_command(settings, env.get("FLEET_CARDS", ""))
+            commands = [ray]
+            if settings.me.number == 0:
+                env["VLLM_CONFIG_ROOT"] = keep_at_home(settings.run, env)
+                commands = [ray, self._command]
         for words in commands:
             self.running.append(subprocess.Popen(words, env=env))
 
@@ -270,7 +273,22 @@ def interface(address: str) -> str:
     return ""
 
 
-def ray_command(settings: Settings) -> List[str]:
+def keep_at_home(run: str, env: Mapping[str, str]) -> str:
+    """Names of variables that are this host's own, written down for vLLM; the folder of the file.
+
+    vLLM gives its workers on other hosts the environment of rank 0: names of its network
+    interfaces, folders that only this instance has. Those have them from their own rank.
+    """
+    home, folder = env.get("HOME") or "/nowhere", os.path.join(run, "config")
+    network = ("NCCL_", "GLOO_", "UCX_", "FLEET_", "RAY_")
+    own = [name for name, value in env.items() if name.startswith(network) or home in value]
+    os.makedirs(folder, exist_ok=True)
+    names = json.dumps(sorted({*own, "VLLM_HOST_IP", "VLLM_CONFIG_ROOT"}))
+    write(os.path.join(folder, "ray_non_carry_over_env_vars.json"), names)
+    return folder
+
+
+def ray_command(settings: Settings, cards: str) -> List[str]:
     """The words that start Ray on this host: in front of the others, or beside them.
 
     Every port is given, so that a firewall can know it; no dashboard, no metrics, no client
@@ -285,13 +303,9 @@ def ray_command(settings: Settings) -> List[str]:
         words += ["--address=%s:%d" % (settings.ranks[0].address, base)]
     words += ["--%s=%d" % (name, base + 1 + n) for n, name in enumerate(RAY_NAMED)]
     words += ["--min-worker-port=%d" % (base + 8), "--max-worker-port=%d" % (base + 39)]
-    return [*words, "--node-ip-address=" + settings.me.address, *gpus()]
-
-
-def gpus() -> List[str]:
-    """Ray's count of cards, where it would not find them by itself."""
-    given = os.environ.get("FLEET_RAY_GPUS", "")
-    return ["--num-gpus=" + given] if given else []
+    if cards:
+        words += ["--num-gpus=%d" % len(cards.split(","))]
+    return [*words, "--node-ip-address=" + settings.me.address]
 
 
 class Member:
