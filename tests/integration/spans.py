@@ -81,6 +81,11 @@ class Spans:
         ours = ("span.py", "warmup.py", "before_start", "bootlog", "stop.py", "/bin/sh")
         return [one for one in listed if one.strip() and not any(word in one for word in ours)]
 
+    def command(self, host: str, name: str) -> str:
+        """The command line of the main process of a rank."""
+        main = self.sh(host, f"systemctl show -P MainPID vllm@{name}").strip()
+        return self.sh(host, f"tr '\\0' ' ' </proc/{main}/cmdline")
+
     def journal(self, host: str, name: str, since: float) -> str:
         return self.sh(host, f"journalctl -u vllm@{name} --since=@{int(since)} -o cat --no-pager")
 

@@ -84,9 +84,7 @@ def test_a_span_goes_whole_to_another_version_and_loses_no_request(
     held = [a.ended - a.sent for a in watched.load.answers if a.model == ONE]
     print(f"{script}: {len(watched.load.answers)} requests, longest held {max(held):.1f} s")
     for host, name in (*BIG.items(), *LONE.items()):
-        text = spans.sh(
-            host, f"tr '\\0' ' ' </proc/$(systemctl show -P MainPID vllm@{name})/cmdline"
-        )
+        text = spans.command(host, name)
         assert f"/opt/vllm/releases/{version}" in text, (host, text)
         assert spans.fleet.record(f"{host}/{name}")["step"] is None
 
@@ -100,9 +98,7 @@ def test_a_worse_version_of_a_span_goes_back_whole(spans: Spans) -> None:
     assert not watched.load.bad, told(watched.load.bad)
     spans.all_ready()
     for host, name in BIG.items():
-        assert "0.31.0" in spans.sh(
-            host, f"tr '\\0' ' ' </proc/$(systemctl show -P MainPID vllm@{name})/cmdline"
-        )
+        assert "/0.31.0" in spans.command(host, name)
     spans.fleet.wants("0.31.0")
 
 

@@ -174,7 +174,5 @@ def test_a_span_alone_is_upgraded_and_its_requests_held(spans: Spans) -> None:
     assert not watched.load.bad, told(watched.load.bad)
     longest = max(one.ended - one.sent for one in watched.load.answers)
     print(f"{len(watched.load.answers)} requests, the longest held {longest:.0f} s")
-    text = spans.sh(
-        "roll-1", "tr '\\0' ' ' </proc/$(systemctl show -P MainPID vllm@big-r1)/cmdline"
-    )
+    text = spans.command("roll-1", "big-r1")
     assert "--max-num-seqs 8" in text

@@ -139,7 +139,7 @@ def test_a_span_that_does_not_start_goes_back_whole() -> None:
     assert hosts.drained["gw"] == set()
     # The rank that is the cause is named, not the one that waited for it, and its log is read.
     assert any("g2/big-r1: failed to start" in one for one in hosts.said)
-    assert [name for name in hosts.saved] == ["g2-big-r1.log"]
+    assert list(hosts.saved) == ["g2-big-r1.log"]
 
 
 def test_a_lost_host_of_a_span_leaves_its_pool_served_by_others() -> None:
