@@ -26,6 +26,7 @@ SCRIPTS = (
     "ray_nodes",
 )  # in vllm_fleet/gate, put to paths.LIB
 START_LIMIT_BURST = 4
+SPAN_START_LIMIT_BURST = 20  # a rank begins anew with each loss of another one as well
 SHUTDOWN_SECONDS = 30  # from SIGTERM to SIGKILL; stop.py has the same
 JOURNAL_GIB = 4
 SLACK_SECONDS = 30  # by which systemd's limits come after the scripts' own
@@ -285,7 +286,7 @@ def _drop_in(instance: PlannedInstance) -> str:
         port=instance.port,
         weights=_unit_path(instance.weights),
         start_limit_seconds=max(600, instance.start_seconds),
-        start_limit_burst=START_LIMIT_BURST,
+        start_limit_burst=START_LIMIT_BURST if instance.span is None else SPAN_START_LIMIT_BURST,
         start_seconds=instance.start_seconds,
         drain_seconds=instance.drain_seconds,
         # A rank of a span waits for the others as long as it takes, with nothing loaded.
