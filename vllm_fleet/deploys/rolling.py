@@ -284,7 +284,8 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
             for one in standings
         ]
     settings = _settings(fleet)
-    standings = together(standings, wanted)
+    free = [name for name, (plan, _) in wanted.items() if not plan.state.held]
+    standings = together(standings, free)
     rollout = plan_rollout(standings, settings, _hold(fleet), releases=mode == "upgrade")
     targets = {
         one.id: _target(one, *wanted[one.id]) for step in rollout.steps for one in step.members
@@ -310,7 +311,8 @@ def _prepare_back(fleet: Fleet, states: Mapping[str, HostState]) -> Prepared:
     seen = [one for one in standings if one.id in records]
     back = {one.id: one for one in goes_back(seen, records)}
     settings = _settings(fleet).model_copy(update={"canaries": 0, "allow_downtime": True})
-    standings = together([back.get(one.id, _settled(one)) for one in standings], back)
+    free = [name for name in back if not states[back[name].host].held]
+    standings = together([back.get(one.id, _settled(one)) for one in standings], free)
     rollout = plan_rollout(standings, settings, _hold(fleet))
     specs = {(spec.name, one.name): (spec, one) for spec in fleet.hosts for one in spec.instances}
     targets = {}
@@ -391,5 +393,6 @@ def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
         tools=engine.has_tools(planned.args),
         start_seconds=planned.start_seconds,
         drain_seconds=planned.drain_seconds,
-        command={"files": files},
+        # Of a span rank 0 has every option that the others have.
+        command={"files": files} if planned.answers else {},
     )

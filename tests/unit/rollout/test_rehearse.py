@@ -129,3 +129,8 @@ def test_what_is_not_installed_is_said(release: Path) -> None:
     (release / "bin/python").unlink()
     assert tried(release) == f"{release}/bin/python is missing"
     assert rehearse.rehearse([]) == "no command line in its start script"
+
+
+def test_a_rank_of_a_span_is_tried_by_vllms_own_words() -> None:
+    script = "set -eu\nexec /usr/bin/python3 -s -E /lib/span.py \\\n  /r/bin/vllm serve w \\\n  --nnodes 2\n"
+    assert rehearse.command(script) == ["/r/bin/vllm", "serve", "w", "--nnodes", "2"]
