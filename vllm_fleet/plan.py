@@ -175,6 +175,7 @@ class HostPlan:
     # them at once; else they go in place while the instance is stopped, by the rollout.
     instance_files: Mapping[str, tuple[ManagedFile, ...]] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    rolled: frozenset[str] = frozenset()  # ranks of spans that only a rollout may start
     bundle: BundleTake | None = None
     bundle_services: tuple[Service, ...] = ()
     firewall_services: tuple[Service, ...] = ()
@@ -224,8 +225,7 @@ class HostPlan:
     def to_start(self) -> tuple[PlannedInstance, ...]:
         """Instances that do not run: nobody is served by them, so they start at once.
 
-        One that starts with other settings, or waits with them for other ranks of its span, is
-        replaced instead.
+        Ranks of a span that has some with other settings are replaced together instead.
         """
         return tuple(
             i
@@ -235,12 +235,7 @@ class HostPlan:
                 or not self.state.enabled(i.unit)
             )
             and (i.name not in self.kept or self.kept[i.name].startable)
-            and not (
-                self.state.units.get(i.unit, {}).get("ActiveState") == "activating"
-                and i.span is not None
-                and i.name not in self.kept
-                and _running(self.state, i.name) != self.checksums[i.name]
-            )
+            and i.name not in self.rolled
         )
 
     def to_restart(self) -> tuple[PlannedInstance, ...]:
@@ -372,6 +367,7 @@ def plan_fleet(
                     inputs,
                 )
     plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
+    plans = _rolled(plans)
     for plan in plans.values():
         reasons += room.refusals(plan)
     if reasons:
@@ -487,6 +483,28 @@ def _keep_together(
         for one in own:
             if host in states and (host, one.name) in why:
                 kept[host][one.name] = Kept(one.release, why[host, one.name], startable=False)
+
+
+def _rolled(plans: Mapping[str, HostPlan]) -> dict[str, HostPlan]:
+    """The same, with the ranks that must not be started one by one: some have old settings."""
+    moving = {
+        one.span.name
+        for plan in plans.values()
+        for one in plan.instances
+        if one.span is not None
+        and one.name not in plan.kept
+        and plan.state.active(one.unit)
+        and _running(plan.state, one.name) != plan.checksums[one.name]
+    }
+    return {
+        name: replace(
+            plan,
+            rolled=frozenset(
+                one.name for one in plan.instances if one.span and one.span.name in moving
+            ),
+        )
+        for name, plan in plans.items()
+    }
 
 
 def _as_it_runs(

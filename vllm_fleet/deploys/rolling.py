@@ -280,7 +280,9 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
     if mode == "deploy":
         # What does not run is started before the rollout, or is not to be started at all.
         standings = [
-            replace(_settled(one), serving=not again) if one.runs is None else one
+            replace(_settled(one), serving=not again)
+            if one.runs is None and not _rolled(one, plans)
+            else one
             for one in standings
         ]
     settings = _settings(fleet)
@@ -338,6 +340,11 @@ def _unseen(host: str, name: str, pool: str) -> Standing:
     """An instance of a host that takes no part: left alone, and counted in its pool."""
     version = Version("", "")
     return Standing(host, name, pool, version, version, serving=True)
+
+
+def _rolled(one: Standing, plans: Mapping[str, HostPlan]) -> bool:
+    """Whether it does not run and is started by the rollout, with the others of its span."""
+    return one.host in plans and one.name in plans[one.host].rolled
 
 
 def _of_span(one: Standing, declared: Instance) -> Standing:

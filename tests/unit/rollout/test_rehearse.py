@@ -132,5 +132,5 @@ def test_what_is_not_installed_is_said(release: Path) -> None:
 
 
 def test_a_rank_of_a_span_is_tried_by_vllms_own_words() -> None:
-    script = "set -eu\nexec /usr/bin/python3 -s -E /lib/span.py \\\n  /r/bin/vllm serve w \\\n  --nnodes 2\n"
+    script = "exec /usr/bin/python3 -s -E /lib/span.py \\\n  /r/bin/vllm serve w \\\n  --nnodes 2\n"
     assert rehearse.command(script) == ["/r/bin/vllm", "serve", "w", "--nnodes", "2"]

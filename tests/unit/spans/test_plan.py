@@ -168,6 +168,7 @@ def test_one_that_waits_with_old_settings_is_replaced_not_watched(tmp_path: Path
     _, found = made(tmp_path, gpu_1=waits)
     assert found["gpu-1"].to_start() == ()
     assert [one.name for one in found["gpu-1"].to_restart()] == ["big-r1"]
+    assert found["gpu-2"].to_start() == ()  # it would wait for the one with old settings
 
 
 def test_links_of_the_hosts_are_shown_and_compared(tmp_path: Path) -> None:
