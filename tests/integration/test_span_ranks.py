@@ -17,6 +17,8 @@ import pytest
 from tests.ports import free_port
 from vllm_fleet.gate import span
 
+pytestmark = pytest.mark.multinode
+
 SILENT = 3
 # Of a rank's engine: a process named as vLLM's own are, and a server around it.
 ENGINE = """
