@@ -44,6 +44,7 @@ from vllm_fleet.rollout.policy import Version
 from vllm_fleet.rollout.state import Refused, record_of, refusal_of, refusals
 from vllm_fleet.spec.inputs import Inputs, lock_path, version_of
 from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance, Rank, rank_name
+from vllm_fleet.spec.spans import model_args
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView, Sized, lines_of, survey
 
@@ -431,7 +432,7 @@ def _instance(
         release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**chosen, **model.vllm_args, **one.vllm_args},
+        args={**chosen, **model_args(model, one), **one.vllm_args},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,

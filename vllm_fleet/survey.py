@@ -32,7 +32,7 @@ from vllm_fleet.sizing import (
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
 from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Rank
-from vllm_fleet.spec.spans import degrees
+from vllm_fleet.spec.spans import degrees, model_args
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -199,7 +199,7 @@ def fit(
     problem = architecture_problem(version, config, {**model.vllm_args, **one.vllm_args})
     if problem:
         return Sized(source, why_not=problem, reasons=(problem,) if applied else ())
-    given = {**model.vllm_args, **one.vllm_args}
+    given = {**model_args(model, one), **one.vllm_args}
     split = one.span is not None or {"tensor-parallel-size", "tensor_parallel_size"} & set(given)
     if not link and applied and not split:
         # Guessing would give other settings, and a restart, whenever one look at a host fails.

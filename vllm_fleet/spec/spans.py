@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from vllm_fleet.engine import SPAN_OPTIONS
-from vllm_fleet.spec.complaints import Loc
 from vllm_fleet.spec.findings import At, Findings
-from vllm_fleet.spec.layers import Layer, Loaded, LoadedHost
+from vllm_fleet.spec.layers import Loaded, LoadedHost
 from vllm_fleet.spec.model import (
     CARDS_OF_KIND,
     RAY_PORTS,
     RAY_WORKER_PORTS,
     Instance,
+    Model,
     Rank,
     Span,
     part_of,
@@ -83,7 +84,7 @@ def check_spans(found: Findings, warnings: Findings, loaded: Loaded) -> None:
             _named(found, span_at, instance)
             _arithmetic(found, warnings, span_at, instance, by_name)
             _own_ports(found, span_at, instance)
-            _ours(found, at, instance, by_name)
+            _ours(found, at, instance)
             _alike(found, at, instance, by_name)
 
 
@@ -152,22 +153,21 @@ def _own_ports(found: Findings, at: At, instance: Instance) -> None:
             return
 
 
-def _ours(found: Findings, at: At, instance: Instance, by_name: Mapping[str, LoadedHost]) -> None:
+def model_args(model: Model, one: Instance) -> dict[str, Any]:
+    """Options of a model for an instance: those by which a span is one server are its own."""
+    return {
+        name: value
+        for name, value in model.vllm_args.items()
+        if one.span is None or name.replace("_", "-").removeprefix("no-") not in SPAN_OPTIONS
+    }
+
+
+def _ours(found: Findings, at: At, instance: Instance) -> None:
     """Options that its `span` sets, where they are written beside it."""
-    places: list[tuple[Layer, Loc, Mapping[str, object]]] = [
-        (at.layer, (*at.loc, "vllm_args"), instance.vllm_args)
-    ]
-    for host in instance.hosts:
-        models = by_name[host].sources.get("models") if host in by_name else None
-        if models is not None and instance.model in models.models:
-            of_model = models.models[instance.model].vllm_args
-            places.append((models, ("models", instance.model, "vllm_args"), of_model))
-    for layer, loc, args in places:
-        for name in args:
-            plain = name.replace("_", "-").removeprefix("no-")
-            if plain in SPAN_OPTIONS:
-                text = f"is set by `span` of instance {instance.name}; write it there"
-                found.say(At(layer, (*loc, name)), text, at_key=True)
+    for name in instance.vllm_args:
+        if name.replace("_", "-").removeprefix("no-") in SPAN_OPTIONS:
+            text = "is set by its `span`; write it there"
+            found.say(At(at.layer, (*at.loc, "vllm_args", name)), text, at_key=True)
 
 
 def _alike(found: Findings, at: At, instance: Instance, by_name: Mapping[str, LoadedHost]) -> None:

@@ -85,6 +85,17 @@ def test_the_tested_fabric_comes_before_the_instances_own_environment(tmp_path: 
     assert "TimeoutStartSec=infinity" in drop_in
 
 
+def test_the_split_of_the_model_is_not_that_of_the_span(tmp_path: Path) -> None:
+    text_of = ALL.replace("SPAN", "").replace(
+        "revision: v1}", "revision: v1, vllm_args: {tensor-parallel-size: 4, seed: 7}}"
+    )
+    found = fleet(tmp_path, all=text_of)
+    script = text(plan_fleet(found, states(found), Inputs())["gpu-1"], "/etc/vllm/big-r1.sh")
+    assert "--tensor-parallel-size 2" in script
+    assert "--tensor-parallel-size 4" not in script
+    assert "--seed 7" in script
+
+
 def test_data_parallel_ranks_are_told_their_port(tmp_path: Path) -> None:
     _, found = made(tmp_path, "data_parallel: 2")
     script = text(found["gpu-1"], "/etc/vllm/big-r1.sh")

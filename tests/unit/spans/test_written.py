@@ -117,8 +117,7 @@ MISTAKES = {
     ),
     "an option of it": (
         [BIG + "span: {}, vllm_args: {nnodes: 2}"],
-        "gpu.yml:5:109: instances[0].vllm_args.nnodes: is set by `span` of instance big; write "
-        "it there",
+        "gpu.yml:5:109: instances[0].vllm_args.nnodes: is set by its `span`; write it there",
     ),
     "ray without ray": (
         [BIG + "span: {executor: ray}"],
@@ -144,6 +143,11 @@ def test_tensor_parallel_over_hosts_is_told_to_be_slow(tmp_path: Path) -> None:
     found = check(tmp_path, BIG + "span: {pipeline_parallel: 1}")
     assert found.complaints == ()
     assert any("every layer waits for the network" in str(one) for one in found.warnings)
+
+
+def test_the_split_of_a_model_is_for_instances_without_a_span(tmp_path: Path) -> None:
+    head = HEAD.replace("GLM-4.6}", "GLM-4.6, vllm_args: {tensor-parallel-size: 4}}")
+    assert check(tmp_path, BIG + "span: {}", head=head).complaints == ()
 
 
 def test_hosts_of_a_span_must_be_alike(tmp_path: Path) -> None:
