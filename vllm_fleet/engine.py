@@ -60,6 +60,8 @@ SPAN_OPTIONS = frozenset(
         "headless",
     }
 )
+# Refused with `--headless`, which has no server.
+SERVERS_ALONE = frozenset({"api-server-count"})
 # With one of these, ranks may be on other hosts than the instance's own.
 ELSEWHERE = frozenset({"nnodes", "data-parallel-size-local", "distributed-executor-backend"})
 REPEATED = frozenset({"middleware"})  # one value each, may be given several times
@@ -129,7 +131,8 @@ def command(instance: PlannedInstance) -> list[list[str]]:
     if model.trust_remote_code:
         lines.append(["--trust-remote-code"])
     for name, value in given.items():
-        lines.extend(option_words(name, value))
+        if instance.answers or name not in SERVERS_ALONE:
+            lines.extend(option_words(name, value))
     if "disable-uvicorn-access-log" not in given:
         # Two lines a second of gateways and monitors would hide what matters in the journal;
         # who asked what stands in the gateway's log.

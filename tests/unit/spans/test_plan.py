@@ -96,6 +96,18 @@ def test_the_split_of_the_model_is_not_that_of_the_span(tmp_path: Path) -> None:
     assert "--seed 7" in script
 
 
+def test_what_a_server_alone_takes_is_not_given_to_headless_ranks(tmp_path: Path) -> None:
+    text_of = ALL.replace("SPAN", "").replace(
+        "port: 8001", "port: 8001\n    vllm_args: {api-server-count: 2, seed: 7}"
+    )
+    found = fleet(tmp_path, all=text_of)
+    plans = plan_fleet(found, states(found), Inputs())
+    assert "--api-server-count 2" in text(plans["gpu-2"], "/etc/vllm/big-r0.sh")
+    other = text(plans["gpu-1"], "/etc/vllm/big-r1.sh")
+    assert "--api-server-count" not in other
+    assert "--seed 7" in other
+
+
 def test_data_parallel_ranks_are_told_their_port(tmp_path: Path) -> None:
     _, found = made(tmp_path, "data_parallel: 2")
     script = text(found["gpu-1"], "/etc/vllm/big-r1.sh")
