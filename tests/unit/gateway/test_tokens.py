@@ -37,6 +37,22 @@ def test_estimate(text: dict[str, Any], escaped: bool) -> None:
     assert least <= fewer
 
 
+@pytest.mark.parametrize("escaped", [False, True], ids=["utf-8", "escaped"])
+@pytest.mark.parametrize("turns", [1, 3, 40], ids=lambda n: f"{n} messages")
+def test_a_part_of_a_large_body_stands_for_all_of_it(turns: int, escaped: bool) -> None:
+    """Large bodies are weighed by samples: near what their parts make when each is weighed whole."""
+    texts = [t["text"] for t in TEXTS]
+    whole = sum(estimate for estimate, _ in found(texts, escaped=escaped))
+    times = -(-200_000 // sum(len(t.encode()) for t in texts))
+    long = "\n".join(texts * times)
+    size = -(-len(long) // turns)
+    contents = [long[at : at + size] for at in range(0, len(long), size)]
+    body = json.dumps({"messages": contents}, ensure_ascii=escaped).encode()
+    assert len(body) > 65536
+    (result,) = requests([body])
+    assert 0.97 < result["tokens"] / (whole * times) < 1.03
+
+
 def test_in_all_it_is_close() -> None:
     estimates = [estimate for estimate, _ in found([t["text"] for t in TEXTS], escaped=False)]
     for name in ("qwen3", "qwen3.5"):

@@ -1,25 +1,25 @@
 -- Counters and histograms of what the gateway did, written out in Prometheus's text format.
 --
--- All live in shared memory: they survive reloads, and a worker that dies takes nothing along.
+-- All live in shared memory: they survive reloads and the death of a worker; see fleet.counts.
 -- What is going on now is not counted here but read from fleet.gauge, which takes off what dead
 -- workers left behind.
 --
 -- How many series there can be is bounded: pools, instances and key owners come from what was
 -- deployed, statuses are three digits, and nothing that a client sends becomes a label. Series of
--- what is no longer deployed go at the next reload. Beyond MAX_SERIES, or when the memory is full,
--- a new series is not begun, and vllm_fleet_gateway_series_dropped_total says so; those that
--- there are count on.
+-- what is no longer deployed go at the next reload. What is beyond the limit of
+-- fleet.counts is left out, and vllm_fleet_gateway_series_dropped_total says so.
 
 local config = require "fleet.config"
+local counts = require "fleet.counts"
 local gauge = require "fleet.gauge"
 local pools = require "fleet.pool"
 local rates = require "fleet.rates"
 
 local store = ngx.shared.fleet_metrics
+local gather = counts.gather
 
 local M = {}
 
-local MAX_SERIES = 40000
 local TOKENS = "vllm_fleet_gateway_tokens_total"
 
 -- From a cached short answer to the longest hold and the longest answer that people set.
@@ -53,33 +53,9 @@ local function escape(value)
 end
 M.escape = escape
 
--- Add to a series and begin it where it is new.
-local function add(series, by)
-  local value, err = store:incr(series, by)
-  if value or err ~= "not found" then
-    return
-  end
-  local full = (store:get("series") or 0) >= MAX_SERIES
-  local ok
-  if not full then
-    ok, err = store:safe_add(series, by)  -- never at the cost of another series
-    if ok then
-      store:incr("series", 1, 0)
-      return
-    elseif err == "exists" then
-      store:incr(series, by)  -- another worker was faster
-      return
-    end
-  end
-  if store:incr("dropped", 1, 0) == 1 then
-    ngx.log(ngx.ERR, "vllm-fleet: more metrics than the gateway keeps (", full and "series" or err,
-            "): new ones are left out; see vllm_fleet_gateway_series_dropped_total")
-  end
-end
-
 -- Add `by`, or one; `labels` as written between the braces, values escaped.
 function M.count(name, labels, by)
-  add(name .. "{" .. labels .. "}", by or 1)
+  counts.add(name .. "{" .. labels .. "}", by or 1)
 end
 
 -- A table that makes each of its values, from the key, when it is first asked for. Names of series
@@ -102,8 +78,8 @@ end)
 -- Tokens of one request, for chargeback.
 function M.tokens(pool, key, prompt, completion)
   local series = token_series[pool][key]
-  add(series[1], prompt)
-  add(series[2], completion)
+  gather(series[1], prompt)
+  gather(series[2], completion)
   rates.tokens(pool, prompt + completion)
 end
 
@@ -163,16 +139,16 @@ local function observe(at, labels, value)
     end
   end
   local series = buckets[at][labels]
-  add(series[bucket], 1)
-  add(series.sum, value)
+  gather(series[bucket], 1)
+  gather(series.sum, value)
 end
 
 -- One request that has ended. `instance` is the last one that it was given to, or nil; `key` the
 -- owner of the key; `first_byte` and `seconds` are times since the request began, or nil.
 function M.request(pool, instance, key, status, first_byte, seconds)
   local labels = labels_of(pool, instance)
-  add(request_series[labels][status], 1)
-  add(key_series[pool][key][status], 1)
+  gather(request_series[labels][status], 1)
+  gather(key_series[pool][key][status], 1)
   if status < 400 and instance then
     if first_byte then
       observe(FIRST_BYTE_AT, labels, first_byte)
@@ -277,6 +253,7 @@ local function write_gauges(out)
 end
 
 function M.text()
+  counts.flush()
   local counted, observed = {}, {}
   for at = 1, #HISTOGRAMS do
     observed[at] = {}

@@ -29,6 +29,7 @@ local M = {}
 local MAX_TRIES = 9
 local FIRST_SLEEP, LONGEST_SLEEP = 0.02, 0.5
 local RETRY_AFTER = 5
+local CLEAR_UP, CLEAR_UP_KB = 0.2, 100  -- seconds, and how much then
 
 -- The estimate of a prompt's tokens is at most this far below the truth, nearly always.
 local SLACK = 1.3
@@ -46,7 +47,7 @@ local ANSWERS = {
 local TAKES_TWO_LENGTHS = ngx.config.nginx_version < 1021001
 
 -- Request id -> state, of this worker. It is there for as long as a stream runs, so what only few
--- need (tries, tried, what is waited for) is added when they do.
+-- need (tries, tried, waits) is added when they do: of more than 16 fields Lua makes room for 32.
 local live = {}
 
 -- The state of this request; nil where it was not admitted.
@@ -200,6 +201,14 @@ function M.allow(method)
   return key, path
 end
 
+-- In init_worker_by_lua. What a request left behind would stay for as long as the streams run that
+-- began beside it, on a worker that has nothing else to do.
+function M.start()
+  ngx.timer.every(CLEAR_UP, function()
+    collectgarbage("step", CLEAR_UP_KB)
+  end)
+end
+
 -- Content of the client's location. The order is what costs least first, and what is charged last.
 function M.admit()
   local key, uri = M.allow("POST")
@@ -242,7 +251,6 @@ function M.admit()
     lora = config.is_adapter(pool, found.model) and found.model or nil,
     need = math.ceil(found.longest * SLACK) + MEDIUM * found.media + (found.max_tokens or answers),
     affinity = affinity_of(found),
-    held_ms = 0, queued_ms = 0, rounds = 0,
   }
   live[id] = request
   request.instance = pools.take(pool, request)
@@ -348,7 +356,7 @@ local function unhold(request)
     gauge.add("held", -1)
     gauge.add("held:" .. request.pool, -1)
     ngx.update_time()
-    request.held_ms = request.held_ms + (ngx.now() - request.since) * 1000
+    request.held_ms = (request.held_ms or 0) + (ngx.now() - request.since) * 1000
   end
 end
 
@@ -367,11 +375,11 @@ local function hold(request)
   gauge.add("held:" .. request.pool, 1)
   request.holding, request.since = true, ngx.now()
   local sleep = FIRST_SLEEP
-  local deadline = request.since + settings.hold_seconds - request.held_ms / 1000
+  local deadline = request.since + settings.hold_seconds - (request.held_ms or 0) / 1000
   -- All were tried once. From here on each may be tried again, at longer and longer intervals, so
   -- that one that says ready and refuses does not use up the tries within seconds.
   request.tried = nil
-  request.rounds = request.rounds + 1
+  request.rounds = (request.rounds or 0) + 1
   local earliest = request.since
   if request.rounds > 1 then
     earliest = earliest + 0.25 * 2 ^ request.rounds
@@ -403,13 +411,13 @@ end
 local function wait_in_queue(pool, request)
   local settings = config.settings()
   local seconds, limit = settings.queue_seconds, settings.queue_requests
-  if request.rounds > 0 then
+  if request.rounds then
     -- Held before: it was admitted then. When an instance is back, all of them come at once.
     seconds, limit = math.max(seconds, settings.hold_seconds), math.huge
   end
   wait_begins(request)
   request.class = pools.class(pool, request.need)
-  local deadline = ngx.now() + seconds - request.queued_ms / 1000
+  local deadline = ngx.now() + seconds - (request.queued_ms or 0) / 1000
   local _, why = queue.wait(pool, request, deadline, limit)
   wait_ends(request)
   if why == "full" then
@@ -519,9 +527,9 @@ function M.log()
     if request.tries then
       ngx.var.fleet_tried = table.concat(request.tries, ", ")
     end
-    if request.held_ms + request.queued_ms > 0 then
-      ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms)
-      ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms)
+    if request.held_ms or request.queued_ms then
+      ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms or 0)
+      ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms or 0)
     end
     request.header_seconds = tonumber(last(ngx.var.upstream_header_time))
   end

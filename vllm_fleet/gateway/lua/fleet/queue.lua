@@ -145,7 +145,7 @@ function M.leave(request)
     waiter.queue[1].wake:post()  -- who looks out for places from now on
   end
   ngx.update_time()
-  request.queued_ms = request.queued_ms + (ngx.now() - waiter.since) * 1000
+  request.queued_ms = (request.queued_ms or 0) + (ngx.now() - waiter.since) * 1000
 end
 
 -- Wait for a place until `deadline`. Returns true when request.instance is set; else nil and

@@ -5,6 +5,7 @@
 
 local cjson = require "cjson"
 local config = require "fleet.config"
+local counts = require "fleet.counts"
 
 local state, store = ngx.shared.fleet_state, ngx.shared.fleet_metrics
 
@@ -25,14 +26,14 @@ local tokens_of_pool = named("total:tokens:p:")
 
 -- A request that has ended, booked for its instance, or for its pool where it got none.
 function M.request(pool, instance, status)
-  store:incr(instance and of_instance[instance.id] or of_pool[pool], 1, 0)
+  counts.gather(instance and of_instance[instance.id] or of_pool[pool], 1)
   if status >= 500 then
-    store:incr("total:failures:" .. (instance and "i:" .. instance.id or "p:" .. pool), 1, 0)
+    counts.gather("total:failures:" .. (instance and "i:" .. instance.id or "p:" .. pool), 1)
   end
 end
 
 function M.tokens(pool, count)
-  store:incr(tokens_of_pool[pool], count, 0)
+  counts.gather(tokens_of_pool[pool], count)
 end
 
 local function totals()
