@@ -21,7 +21,7 @@ def alive() -> int:
     import ray  # type: ignore[import-not-found]
 
     if not ray.is_initialized():
-        ray.init(address="auto", log_to_driver=False, logging_level="error")
+        ray.init(log_to_driver=False, logging_level="error")
     return sum(1 for node in ray.nodes() if node.get("Alive"))
 
 

@@ -188,13 +188,14 @@ class Engine:
         commands = [self._command]
         if settings.ray_port:
             env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token, RAY_USAGE_STATS_ENABLED="0")
-            ray = ray_command(settings, env.get("FLEET_CARDS", ""))
-            commands = [ray]
+            commands = [ray_command(settings, env.get("FLEET_CARDS", ""))]
             if settings.me.number == 0:
                 env["VLLM_CONFIG_ROOT"] = keep_at_home(settings.run, env)
-                commands = [ray, self._command]
+                commands.append(self._command)
         for words in commands:
             self.running.append(subprocess.Popen(words, env=env))
+            # For what asks the cluster; `ray start` would take it for an order to join one.
+            env["RAY_ADDRESS"] = "%s:%d" % (settings.ranks[0].address, settings.ray_port)
 
     def look(self) -> None:
         """Raises Lost where a process of it has ended, or does not run any more."""
