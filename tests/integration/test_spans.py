@@ -89,6 +89,7 @@ def test_a_span_goes_whole_to_another_version_and_loses_no_request(
         assert spans.fleet.record(f"{host}/{name}")["step"] is None
 
 
+@pytest.mark.long
 def test_a_worse_version_of_a_span_goes_back_whole(spans: Spans) -> None:
     spans.fleet.wants("0.31.1", Behaviour(fault="no start"))
     with spans.fleet.watched() as watched:
@@ -105,7 +106,7 @@ def test_a_worse_version_of_a_span_goes_back_whole(spans: Spans) -> None:
 # --- faults --------------------------------------------------------------------------------
 
 
-def fails(spans: Spans, fault: str, words: str, began: float, *, on: str, back: float = 90) -> None:
+def fails(spans: Spans, fault: str, words: str, began: float, *, on: str) -> None:
     """See a fault of span big from a rank that is left: named, out, nothing running; and write."""
     name = BIG[on]
     limit = SILENT + 25
@@ -124,7 +125,7 @@ def recovers(spans: Spans, since: float) -> None:
     spans.rows[-1].recovered = time.monotonic() - since
 
 
-@pytest.mark.parametrize("dead", ["roll-1", "roll-3"])
+@pytest.mark.parametrize("dead", ["roll-1", pytest.param("roll-3", marks=pytest.mark.long)])
 def test_a_host_loses_its_power(spans: Spans, dead: str) -> None:
     spans.all_ready()
     host, left = spans.bed.host(dead), next(one for one in BIG if one != dead)
@@ -141,6 +142,7 @@ def test_a_host_loses_its_power(spans: Spans, dead: str) -> None:
     recovers(spans, since)
 
 
+@pytest.mark.long
 def test_the_network_of_a_host_is_cut(spans: Spans) -> None:
     spans.all_ready()
     host, began = spans.bed.host("roll-1"), time.time()
@@ -154,6 +156,7 @@ def test_the_network_of_a_host_is_cut(spans: Spans) -> None:
     assert "says nothing" in spans.journal("roll-1", "big-r1", began)
 
 
+@pytest.mark.long
 def test_a_host_is_frozen(spans: Spans) -> None:
     spans.all_ready()
     host, began = spans.bed.host("roll-1"), time.time()
@@ -175,6 +178,7 @@ def test_a_worker_of_another_rank_dies_or_stops(spans: Spans, number: str, words
     recovers(spans, since)
 
 
+@pytest.mark.long
 def test_one_host_is_down_at_the_start(spans: Spans) -> None:
     spans.all_ready()
     host = spans.bed.host("roll-1")
@@ -218,6 +222,7 @@ def test_ranks_of_different_versions_do_not_start(spans: Spans) -> None:
     spans.sh("roll-1", "rm /opt/vllm/releases/9.31.0*")
 
 
+@pytest.mark.long
 def test_the_master_port_is_taken(spans: Spans) -> None:
     spans.all_ready()
     spans.sh("roll-3", "systemctl stop vllm@big-r0")
