@@ -67,7 +67,11 @@ def rayed(bed: Bed, values: dict[str, Any]) -> None:
         "silent_seconds": 10,
         "join_seconds": 120,
     }
-    values["models"][MANY]["vllm_args"]["enforce-eager"] = True
+    values["models"][MANY]["vllm_args"] = {
+        "dtype": "bfloat16",
+        "max-num-seqs": 16,
+        "enforce-eager": True,
+    }
     values["models"][MANY]["env"] |= {
         "PYTHONPATH": PATCH,
         "RAY_OVERRIDE_RESOURCES": '{"CPU": 1, "GPU": 1}',
