@@ -208,8 +208,9 @@ def test_a_rank_that_leaves_has_rank_0_drain(ranks: Ranks) -> None:
     ranks.until((ranks.folder / "run-1/drained").exists, "drained")
     assert not ready.exists()
     ranks.processes[1].terminate()
-    ranks.both_ended(1, 0)
-    assert "it was stopped" in ranks.text(0)
+    ranks.both_ended(0, 0)
+    assert "rank 1 on two (127.0.0.2) was told to stop" in ranks.text(0)
+    assert "LOST" not in ranks.text(0) + ranks.text(1)
 
 
 @pytest.mark.parametrize(

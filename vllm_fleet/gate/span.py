@@ -372,6 +372,7 @@ class First(Member):
         self.wires: Dict[int, Wire] = {}
         self.reasons: Dict[int, str] = {}  # why a rank is not there
         self.lost = ""
+        self.stopped = ""  # which other rank was told to stop
         self.drained: "Optional[asyncio.Future[Any]]" = None
 
     async def run(self) -> None:
@@ -445,6 +446,8 @@ class First(Member):
 
     def heard(self, wire: Wire, message: Json) -> None:
         """What another rank says."""
+        if "stopped" in message:
+            self.stopped = "%s %s" % (wire.rank, message["stopped"])
         if "lost" in message:
             self.lost = self.lost or "%s: %s" % (wire.rank, message["lost"])
         if "leaving" in message and self.drained is None:
@@ -489,6 +492,8 @@ class First(Member):
         try:
             while True:
                 await self.beat()
+                if self.stopped:
+                    raise Stopped(self.stopped)
                 late = self.lag()
                 self.engine.look()
                 for wire in self.wires.values():
@@ -550,7 +555,7 @@ class Other(Member):
             while True:
                 done, _ = await asyncio.wait({reading}, timeout=BEAT_SECONDS)
                 if self.stopping.is_set():
-                    wire.send(lost="it was stopped")
+                    wire.send(stopped="was told to stop")
                     await asyncio.sleep(0.1)
                     raise Stopped("told to stop")
                 late = self.lag()
