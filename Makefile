@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -E)
-CODE := vllm_fleet tests tools docs/pictures $(wildcard deploy.py upgrade.py rollback.py maintain.py config.py inventory)
+CODE := vllm_fleet tests tools docs/pictures $(wildcard deploy.py upgrade.py rollback.py maintain.py bench.py nccl.py config.py inventory)
 TEST_PACKAGES := nginx-light libnginx-mod-http-lua lua-cjson luajit2 lua-check openssl curl \
   prometheus prometheus-alertmanager keepalived chromium
 MYPY := -p vllm_fleet -p tests.testbed
@@ -34,10 +34,29 @@ demo-down: $(VENV)/.ready ## Remove the demo's hosts and restore this machine; c
 check: $(VENV)/.ready check-code ## Lint, types, unit tests: under a minute, no root
 	$(PY) -m pytest -q -n 2 -m 'not integration and not deploys' tests/unit
 
+# Two at a time: tests on hosts mostly wait, those of the gateway and the units mostly compute. What
+# the second says is shown when it has ended.
+ALONE := $(filter-out %_certificate.py,$(wildcard tests/integration/test_gateway_*.py)) \
+  tests/integration/test_benchmark_gateway.py
+ALONE_SAID := .testbed/test-alone.log
 .PHONY: test
 test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check, and tests on real hosts
-	$(SUDO) $(PY) -m pytest -q -n 2 -m 'not integration and not long' tests/unit
-	$(SUDO) $(PY) -m pytest -m 'not long' tests/integration tests/unit/monitoring/test_live.py
+	@mkdir -p .testbed; \
+	$(MAKE) --no-print-directory test-alone >$(ALONE_SAID) 2>&1 & alone=$$!; \
+	trap 'kill $$alone 2>/dev/null || true' EXIT; \
+	echo "units and gateway: see $(ALONE_SAID)"; failed=0; \
+	$(MAKE) --no-print-directory test-hosts || failed=1; \
+	wait $$alone || failed=1; cat $(ALONE_SAID); exit $$failed
+
+.PHONY: test-alone
+test-alone: $(VENV)/.ready test-packages
+	$(SUDO) $(PY) -m pytest -q -m 'not integration and not long' tests/unit
+	$(SUDO) $(PY) -m pytest -q -m 'not long' $(ALONE)
+
+.PHONY: test-hosts
+test-hosts: $(VENV)/.ready test-packages
+	$(SUDO) $(PY) -m pytest -m 'not long' tests/integration $(ALONE:%=--ignore=%) \
+	  tests/unit/monitoring/test_live.py
 
 .PHONY: test-long
 test-long: $(VENV)/.ready ## What is too long for CI

@@ -1,6 +1,6 @@
 """Weights to many hosts: from host to host against N direct downloads and rsync from one host.
 
-    sudo python benchmarks/fanout.py [--hosts 8] [--mib 1024] [--files 16] [--mbit 400]
+    sudo python benchmarks/fanout.py [--hosts 8] [--mib 1024] [--files 16] [--mbit 240]
 
 Each host is a network namespace on one bridge whose link is rate-limited in both directions (tc),
 as the origin's is; on all of them runs what runs on real hosts (vllm_fleet/onhost/weights.py,
@@ -190,12 +190,17 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--files", type=int, default=16)
-    parser.add_argument("--mbit", type=int, default=400, help="of each link, in each direction")
+    parser.add_argument("--mbit", type=int, default=240, help="of each link, in each direction")
+    parser.add_argument(
+        "--folder",
+        help="where all hosts keep their files, such as /dev/shm where one disk is slower than "
+        "all links together",
+    )
     parser.add_argument("--no-direct", action="store_true", help="leave N direct downloads out")
     parser.add_argument("--no-rsync", action="store_true", help="leave rsync out")
     options = parser.parse_args()
     with_rsync = shutil.which("rsync") is not None and not options.no_rsync
-    root = Path(tempfile.mkdtemp(prefix="fanout-"))
+    root = Path(tempfile.mkdtemp(prefix="fanout-", dir=options.folder))
     outcomes: list[Outcome] = []
     try:
         make_model(root / "hub" / REPO, options.mib, options.files)
@@ -206,11 +211,16 @@ def main() -> int:
         with network(options.hosts, options.mbit), process(f"{FABRIC}-o", serving, root / "log"):
             if not until(lambda: "serving" in (root / "log").read_text(), 10):
                 raise BedError((root / "log").read_text())
-            fetch(root, 0, [0]).wait()  # once, so that the hub has hashed its files
+            listing = f"http://{ORIGIN}:9000/api/v1/models/{REPO}/repo/files?Revision=master"
+            ask = f"import urllib.request; urllib.request.urlopen({listing!r}, timeout=300).read()"
+            # Once, so that the hub has hashed its files before anything is timed.
+            run(["ip", "netns", "exec", f"{FABRIC}-0", sys.executable, "-c", ask], timeout=300)
 
             def measure(way: str, seconds: float) -> None:
                 sent = sum(entry["bytes"] for entry in hub.requests(root / "hub") if entry["file"])
                 log.unlink()
+                for home in root.glob("h[0-9]*"):
+                    shutil.rmtree(home)
                 outcomes.append(Outcome(way, seconds, sent / size))
                 print(f"{way:28} {seconds:7.1f} s   origin sent {sent / size:5.2f} x", flush=True)
 

@@ -5,9 +5,10 @@
 CASES (or SIZING_CASES) is the repository's own file by default; a file of the same keys, or of
 the short ones (gmu, w_gib, ...), is taken too. ``complete`` cases give all inputs: weights
 within 1 %, KV tokens or concurrency within 2 %. ``diagnostic`` ones are models cut to a few
-layers to tell terms apart; they are shown, not judged. For the others the printed KV memory is an
-input, and what was not stated is named. Peers run where SIZING_PEERS_PYTHON is a Python with
-llm-d-planner and vllm-wizard (see sizing_peers.py). The last line is one JSON object.
+layers to tell terms apart, and runs that the formula was mended with (their note says what); they
+are shown, not judged. For the others the printed KV memory is an input, and what was not stated is
+named. Peers run where SIZING_PEERS_PYTHON is a Python with llm-d-planner and vllm-wizard (see
+sizing_peers.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -342,7 +343,7 @@ def report(rows: list[Row]) -> None:
                 )
             print(f"{'':31} {'; '.join(extra + row.notes)}")
     print("* inputs incomplete: tokens and concurrency are computed from the printed KV memory")
-    print("d diagnostic: made to tell terms apart (models cut to a few layers), not judged")
+    print("d diagnostic: to tell terms apart, or seen before the formula was mended; not judged")
     print()
     print("other terms, ours / printed GiB")
     for row in rows:

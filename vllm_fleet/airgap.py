@@ -18,7 +18,16 @@ from vllm_fleet import paths, release, weights
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.listings import Listing
 from vllm_fleet.render import render
-from vllm_fleet.spec.model import Fleet, HostSettings, HostSpec, Hub, Model, PackageIndex, Proxy
+from vllm_fleet.spec.model import (
+    Fleet,
+    HostSettings,
+    HostSpec,
+    Hub,
+    Model,
+    PackageIndex,
+    Proxy,
+    PythonArchive,
+)
 
 ROOT = f"{paths.OPT}/bundle"
 SETTINGS = f"{paths.ETC}/bundle.json"
@@ -48,8 +57,12 @@ def _pointed(settings: HostSettings, known: Mapping[str, str]) -> HostSettings:
     if gap is None:
         return settings
     url = address_of(known[gap.host], gap.port)
+    archive = settings.python_archive
+    if archive is not None:
+        archive = archive.model_copy(update={"source": f"{url}/{archive_name(archive)}"})
     return settings.model_copy(
         update={
+            "python_archive": archive,
             "package_index": PackageIndex(index_url=f"{url}/simple/"),
             "hub": Hub(endpoint=url, huggingface_endpoint=url, limit_mib=settings.hub.limit_mib),
             "proxy": Proxy(),
@@ -63,9 +76,27 @@ def address_of(address: str, port: int) -> str:
     return f"http://{shown}:{port}"
 
 
+def archive_name(archive: PythonArchive) -> str:
+    """Name of a Python's archive in a bundle."""
+    return f"python/{archive.version}-{archive.sha256[:16]}.tar"
+
+
 def system_of(os: Mapping[str, str], machine: str) -> str:
     """Name of a system in a bundle: ``debian-12-amd64``."""
     return f"{os['id']}-{os['version']}-{ARCHITECTURES.get(machine, machine)}"
+
+
+def packages_lock(system: str) -> str:
+    """Where the checksum of a system's list of packages is, beside group_vars."""
+    return f"locks/apt-{system}.txt"
+
+
+def packages_text(system: str, checksum: str) -> str:
+    """What stands there."""
+    return (
+        f"# Debian packages of the bundle for {system}: sha256 of their list, which has those of "
+        f"the packages.\n# Made by `fleet bundle`; commit it.\n{checksum}\n"
+    )
 
 
 def sources(spec: HostSpec, system: str) -> list[ManagedFile]:
@@ -75,7 +106,7 @@ def sources(spec: HostSpec, system: str) -> list[ManagedFile]:
     if gap is None or index is None:
         return []
     url = index.removesuffix("/simple/")
-    # Its own mark of trust: the files were compared with the manifest on the host that serves.
+    # Its own mark of trust: apt's list is compared with the checksum beside group_vars.
     return [
         ManagedFile(SOURCES, f"# {paths.MARK}\ndeb [trusted=yes] {url}/apt/{system}/ ./\n"),
     ]
@@ -131,7 +162,7 @@ def held(
     """Whether the bundle that a host has, by its stamp, is the wanted one and holds all."""
     if stamp.get("source") != source:
         return False
-    for kind in ("locks", "listings"):
+    for kind in ("locks", "listings", "archives", "packages"):
         if not set(needs[kind]) <= set(stamp.get(kind) or ()):
             return False
     systems = stamp.get("systems") or {}

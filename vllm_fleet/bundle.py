@@ -1,6 +1,7 @@
 """Makes the bundle that hosts without internet install from, on a connected machine.
 
-DIR gets wheels/ (of every lock and of our own tools, one build each), apt/<system>/ (a flat
+DIR gets wheels/ (of every lock and of our own tools, one build each), python/ (the archives that
+python_archive names), apt/<system>/ (a flat
 repository of Debian packages with everything that they need), weights/<model>@<revision>/ (as
 the frozen listings say) and manifest.json, the sha256 of all of it. What is there and right is
 kept, so that a run that was cut off is simply run again.
@@ -32,14 +33,22 @@ from typing import Any
 from vllm_fleet import airgap, listings, release, variants, weights
 from vllm_fleet.listings import Listing
 from vllm_fleet.onhost import bundle as onhost
-from vllm_fleet.onhost import hub, tools
+from vllm_fleet.onhost import hub, interpreter, tools
 from vllm_fleet.onhost import weights as checks
-from vllm_fleet.plan import TOOLS_LOCK, bundled_packages
+from vllm_fleet.plan import APT_KEYS, TOOLS_LOCK, bundled_packages
 from vllm_fleet.spec.inputs import lock_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSettings, Model
+from vllm_fleet.spec.model import Fleet, HostSettings, Model, PythonArchive
 
 MARK = ".vllm-fleet-bundle"
 NOTES = ".notes.json"  # sha256 of files by size and time, so that nothing is hashed twice
+GRAFANA = "grafana"  # of no distribution: from monitoring.grafana.apt_source
+# What `python3` is there, and so what our own tools are made with.
+SYSTEM_PYTHONS = {
+    "debian-12": "3.11",
+    "debian-13": "3.13",
+    "ubuntu-22.04": "3.10",
+    "ubuntu-24.04": "3.12",
+}
 GLIBC = (35, 16)  # of Ubuntu 22.04; pip wants each tag named, down to the oldest in use
 SPARE = 1 << 30
 FILES_AT_ONCE = 4
@@ -106,6 +115,15 @@ class System:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A further apt source, as a line for hosts, with the key that hosts would get."""
+
+    line: str
+    key_file: str | None
+    packages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What a bundle is to hold."""
 
@@ -114,6 +132,8 @@ class Wanted:
     systems: tuple[System, ...] = ()
     pip: tuple[str, ...] = ()  # further arguments of pip
     packages: tuple[str, ...] = field(default_factory=bundled_packages)
+    archives: tuple[PythonArchive, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 # -- what is wanted
@@ -129,8 +149,20 @@ def own_system() -> str:
     return airgap.system_of(about, os.uname().machine)
 
 
-def locks_of(fleet: Fleet, python: str | None) -> tuple[LockFile, ...]:
-    """The locks of all GPU hosts, and ours for the tools of each Python. Raises BundleError."""
+def sources_of(fleet: Fleet) -> tuple[Source, ...]:
+    """The apt sources that settings name beside the distribution's."""
+    found = [spec.settings.monitoring.grafana for spec in fleet.group("monitoring")]
+    given = {(one.apt_source, one.key_file) for one in found if one is not None}
+    return tuple(Source(line, key, (GRAFANA,)) for line, key in sorted(given, key=str))
+
+
+def locks_of(
+    fleet: Fleet, python: str | None, systems: Iterable[System] = ()
+) -> tuple[LockFile, ...]:
+    """The locks of all GPU hosts, and ours for the tools of each Python. Raises BundleError.
+
+    Our tools are made with the systems' own Python, whatever releases are made with.
+    """
     found: dict[tuple[str, str, str], LockFile] = {}
     for spec in fleet.group("gpu"):
         settings = spec.settings
@@ -149,18 +181,33 @@ def locks_of(fleet: Fleet, python: str | None) -> tuple[LockFile, ...]:
                 raise BundleError(f"{name}: {error}") from None
             text = release.without(text, settings.vllm_exclude)
             made_for = _MADE_FOR.search(text)
-            wanted = python or (made_for[1] if made_for else _named(settings.python))
+            archive = settings.python_archive
+            own = archive.version if archive else _named(settings.python)
+            wanted = python or (made_for[1] if made_for else own)
             platform = made_for[2] if made_for else os.uname().machine
             indexes = variants.indexes(version, settings.vllm_package, settings.vllm_variant)
             key = release.lock_sha256(text)
             if key not in {lock.key for lock in found.values()}:
                 lock = LockFile(key, name, text, wanted, platform, indexes)
                 found[key, wanted, platform] = lock
-    for _, wanted, platform in list(found):
+    pairs = {(wanted, platform) for _, wanted, platform in found}
+    pairs |= {
+        (SYSTEM_PYTHONS[release_of], machine)
+        for release_of, machine in (_parts(system) for system in systems)
+        if release_of in SYSTEM_PYTHONS
+    }
+    for wanted, platform in sorted(pairs):
         key, words = airgap.tools_key(TOOLS_LOCK, wanted)
         lock = LockFile(key, f"lock {words}", TOOLS_LOCK, wanted, platform)
         found[key, wanted, platform] = lock
     return tuple(found.values())
+
+
+def _parts(system: System) -> tuple[str, str]:
+    """(distribution and release, machine) of a system."""
+    name, _, architecture = system.name.rpartition("-")
+    machines = {debian: machine for machine, debian in airgap.ARCHITECTURES.items()}
+    return name, machines.get(architecture, architecture)
 
 
 def _named(python: str) -> str:
@@ -221,15 +268,21 @@ def make(wanted: Wanted, folder: Path, root: Path, say: Say) -> dict[str, Any]:
             "this machine has no apt-get, and it fetches the hosts' Debian packages: run this on "
             "Debian or Ubuntu (a container does), or without --system and with --no-packages"
         )
+    for system in wanted.systems:
+        _sources_named(system)
     notes = _Notes(folder)
     files: dict[str, dict[str, Any]] = {}
     _room(folder, wanted)
     for name in _wheels(wanted, folder, notes, say):
         files[name] = notes.of(name)
+    for archive in wanted.archives:
+        name = _archive(archive, folder, say)
+        files[name] = notes.of(name)
     systems = {}
     for system in wanted.systems:
-        systems[system.name] = list(wanted.packages)
-        for name in _debian(system, wanted.packages, folder, say):
+        packages = {*wanted.packages, *(p for one in wanted.sources for p in one.packages)}
+        systems[system.name] = sorted(packages)
+        for name in _debian(system, sorted(packages), wanted.sources, folder, root, say):
             files[name] = notes.of(name)
     models = []
     for one in wanted.models:
@@ -243,6 +296,9 @@ def make(wanted: Wanted, folder: Path, root: Path, say: Say) -> dict[str, Any]:
         "locks": [
             {"sha256": lock.key, "name": lock.name, "python": lock.python} for lock in wanted.locks
         ],
+        "archives": [
+            {"sha256": archive.sha256, "version": archive.version} for archive in wanted.archives
+        ],
         "systems": systems,
         "models": models,
         "files": dict(sorted(files.items())),
@@ -251,6 +307,13 @@ def make(wanted: Wanted, folder: Path, root: Path, say: Say) -> dict[str, Any]:
     if _read_json(folder / onhost.MANIFEST) != manifest:
         tools.write_json(folder / onhost.MANIFEST, manifest)
     return manifest
+
+
+def lists_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(path beside group_vars, text) of the checksums of a bundle's lists of packages."""
+    for system in manifest["systems"]:
+        checksum = manifest["files"][f"apt/{system}/Packages"]["sha256"]
+        yield airgap.packages_lock(system), airgap.packages_text(system, checksum)
 
 
 def _read_json(path: Path) -> Any:
@@ -320,7 +383,7 @@ class _Notes:
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:
-    for part in ("wheels", "apt", "weights"):
+    for part in ("wheels", "python", "apt", "weights"):
         for path in sorted((folder / part).rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
                 if not any(path.iterdir()):
@@ -412,10 +475,77 @@ def _pip_download(lock: LockFile, more: Sequence[str], place: Path) -> None:
             raise BundleError(text) from None
 
 
+# -- Python
+
+
+def archives_of(fleet: Fleet) -> tuple[PythonArchive, ...]:
+    """The archives of Python that the GPU hosts' releases are made with."""
+    found = [spec.settings.python_archive for spec in fleet.group("gpu")]
+    return tuple({one.sha256: one for one in found if one is not None}.values())
+
+
+def _archive(archive: PythonArchive, folder: Path, say: Say) -> str:
+    """Have an archive in the bundle; its name there."""
+    name = airgap.archive_name(archive)
+    target = folder / name
+    target.parent.mkdir(exist_ok=True)
+    if not target.exists():
+        say(f"Python {archive.version}: fetching {archive.source}")
+    try:
+        interpreter.fetch(archive.source, archive.sha256, target, {})
+    except tools.Refusal as refusal:
+        raise BundleError(str(refusal)) from None
+    return name
+
+
 # -- Debian packages
 
 
-def _debian(system: System, packages: Iterable[str], folder: Path, say: Say) -> Iterator[str]:
+def _sources_named(system: System) -> None:
+    """Refuse a system whose packages this machine's own sources do not have."""
+    if system.sources is None and system.name != own_system():
+        raise BundleError(
+            f"{system.name}: this machine is {own_system()}, and its apt sources are of that; name "
+            f"those of the other system: --system {system.name}=FILE (a sources.list; with "
+            "[signed-by=...] where its keys are not known here)"
+        )
+    if system.sources is not None and not system.sources.is_file():
+        raise BundleError(f"{system.name}: {system.sources} is no file; name its sources.list")
+
+
+def _sources(
+    system: System, more: Iterable[Source], state: Path, root: Path
+) -> Iterator[tuple[str, str]]:
+    """apt's options for where packages of a system come from."""
+    parts, keys = state / "sources.list.d", state / "keyrings"
+    for place in (parts, keys):
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+    if system.sources is None:
+        for path in Path("/etc/apt/sources.list.d").glob("*"):
+            if path.suffix in (".list", ".sources"):
+                shutil.copy(path, parts)
+    else:
+        yield "Dir::Etc::SourceList", str(system.sources.resolve())
+    yield "Dir::Etc::SourceParts", str(parts)
+    for number, one in enumerate(more):
+        line = one.line
+        if one.key_file:
+            name = Path(one.key_file).name
+            shutil.copy(root / one.key_file, keys / name)
+            # The line is written for hosts; here nothing is put into the machine's own apt.
+            line = line.replace(f"{APT_KEYS}/{name}", str((keys / name).resolve()))
+        (parts / f"vllm-fleet-{number}.list").write_text(f"{line}\n", encoding="utf-8")
+
+
+def _debian(
+    system: System,
+    packages: Iterable[str],
+    more: Iterable[Source],
+    folder: Path,
+    root: Path,
+    say: Say,
+) -> Iterator[str]:
     """Names of the files of one system's flat repository."""
     place = folder / "apt" / system.name
     place.mkdir(parents=True, exist_ok=True)
@@ -436,13 +566,12 @@ def _debian(system: System, packages: Iterable[str], folder: Path, say: Say) -> 
         "APT::Architectures": system.architecture,
         "APT::Get::AllowUnauthenticated": "false",
         "APT::Keep-Downloaded-Packages": "true",
+        "APT::Update::Error-Mode": "any",  # else the lists of an earlier run would do
         "APT::Sandbox::User": "root",
         "Acquire::Languages": "none",
         "Debug::NoLocking": "true",
     }
-    if system.sources is not None:
-        options |= {"Dir::Etc::SourceList": str(system.sources.resolve())}
-        options |= {"Dir::Etc::SourceParts": "/dev/null"}
+    options |= dict(_sources(system, more, state, root))
     apt = ["apt-get", "-q", "-y"]
     for key, value in options.items():
         apt += ["-o", f"{key}={value}"]

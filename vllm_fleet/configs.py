@@ -21,7 +21,7 @@ from vllm_fleet.sizing import SizingError
 from vllm_fleet.spec.inputs import Inputs, config_path
 from vllm_fleet.spec.model import Fleet, HostSettings, Model
 from vllm_fleet.state import HostState
-from vllm_fleet.survey import config_of, merged_config
+from vllm_fleet.survey import config_of, merged_config, stamps_of
 
 SECONDS = 30
 LARGEST = 4 * 2**20
@@ -41,6 +41,7 @@ def complete(
     written: list[str] = []
     failed: list[str] = []
     root = Path(fleet.root)
+    stamps = stamps_of(states)
     for spec in fleet.group("gpu"):
         for one in spec.instances:
             model = spec.settings.models[one.model]
@@ -48,7 +49,7 @@ def complete(
             if path in inputs.configs:
                 continue
             try:
-                config, _ = config_of(spec, one, states, inputs)
+                config, _ = config_of(spec, one, stamps, inputs)
                 if config is None:
                     config = fetch(one.model, model, spec.settings, root)
                 text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"

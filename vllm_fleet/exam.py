@@ -11,10 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Literal, TypeVar
 
-from vllm_fleet import alertmanager, engine_data, paths
+from vllm_fleet import adoption, alertmanager, engine_data, paths
 from vllm_fleet.cards import (
     Card,
     CardsError,
@@ -105,12 +106,14 @@ def examine(
     state: HostState,
     placed: Mapping[str, Collection[int]] | None = None,
     inputs: Inputs | None = None,
+    seen: Seen | None = None,
 ) -> tuple[Verdict, ...]:
     """Every verdict on one host, in the order in which to show them.
 
     ``placed``: card indices by instance, where `cards` is a count and kind; instances that are
-    not in it (nor name indices) are taken to use no card yet. A host that cannot be managed at
-    all gets the verdicts on that alone: the rest would only repeat it.
+    not in it (nor name indices) are taken to use no card yet. ``seen``: its cards, where they
+    were looked at with the same cards wanted. A host that cannot be managed at all gets the
+    verdicts on that alone: the rest would only repeat it.
     """
     inputs = inputs or Inputs()
     found = list(_basics(state))
@@ -122,8 +125,7 @@ def examine(
     found += [*_releases(spec, state), *_room(spec, state)]
     if spec.settings.device != "cpu":
         wanted = cards_wanted(spec, placed or {})
-        seen = look(spec, state, wanted)
-        found += _cards(spec, state, seen, wanted, inputs)
+        found += _cards(spec, state, seen or look(spec, state, wanted), wanted, inputs)
     found += _network(state)
     return tuple(found)
 
@@ -207,11 +209,19 @@ def _ports(spec: HostSpec, state: HostState) -> Iterator[Verdict]:
     for port, (what, unit) in sorted(wanted.items()):
         holder = state.listening.get(str(port))
         if holder and holder.get("unit") != unit and not is_ours(holder):
+            remedy = "stop it, or choose another port"
+            if unit.startswith("vllm@") and adoption.is_vllm(holder):
+                name = unit.removeprefix("vllm@").removesuffix(".service")
+                remedy = (
+                    "it is a vLLM that is not ours: `deploy.py --data adopt="
+                    f"{spec.name}/{name}` lets it finish its requests, ends it and starts ours in "
+                    f"its place; or {remedy}"
+                )
             yield Verdict(
                 f"port {port}",
                 "refused",
                 f"port {port} of {what} is taken by {described(holder)}",
-                "stop it, or choose another port",
+                remedy,
             )
 
 
@@ -235,6 +245,8 @@ def _releases(spec: HostSpec, state: HostState) -> Iterator[Verdict]:
 
 def _python(spec: HostSpec, state: HostState) -> str:
     """Version of the interpreter that releases are made with; "" where only the host knows."""
+    if spec.settings.python_archive:
+        return spec.settings.python_archive.version
     if spec.settings.python in ("python3", "/usr/bin/python3"):
         return state.python
     match = re.search(r"python(3\.\d+)$", spec.settings.python)
@@ -426,6 +438,11 @@ def _built_for_cuda_12(spec: HostSpec, version: str, inputs: Inputs) -> bool:
     if re.search(r"\bcu12\d?", sources):
         return True
     lock = inputs.locks.get((spec.settings.vllm_lock or "").replace("{version}", version), "")
+    return _locked_for_cuda_12(lock)
+
+
+@lru_cache(maxsize=64)  # a lock is long, and the same for many hosts
+def _locked_for_cuda_12(lock: str) -> bool:
     return bool(re.search(r"\+cu12\d|^nvidia-cuda-runtime-cu12\b", lock, re.M))
 
 

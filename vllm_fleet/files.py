@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class ManagedFile:
     group: str = "root"
     secret: bool = False
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Checksum of the content, in hex."""
         return hashlib.sha256(self.content.encode()).hexdigest()

@@ -1,8 +1,9 @@
 """The instances' ports, closed to all but those who need them. Pure: hosts in, files out.
 
 vLLM listens on every address and asks for no key. On a GPU host a table of nftables of our own
-admits gateways, monitoring and the host itself to the ports of its instances; every other port,
-table and firewall is left as it is. A unit of ours loads it at boot, and a timer puts it back
+admits gateways, monitoring and the host itself to the ports of its instances, and on hosts of a
+fabric (`nccl`) its hosts alone to the ports of ranks; every other port, table and firewall is
+left as it is. A unit of ours loads it at boot, and a timer puts it back
 where somebody emptied the ruleset.
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from vllm_fleet import fanout, paths
+from vllm_fleet import fabric, fanout, paths
+from vllm_fleet.fabric.discovery import INNER
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import Fleet, HostSpec
@@ -25,11 +28,28 @@ UNIT = "vllm-fleet-firewall.service"
 GUARD = "vllm-fleet-firewall-guard"
 UNITS = "/etc/systemd/system"
 
+LOCAL_PORTS = (32768, 60999)  # Linux's own, where the host's fact does not tell
 # Groups whose hosts talk to instances.
 PEERS = ("gateway", "monitoring")
-# Addresses of these are for containers and guests of the host itself; nobody comes from them.
-_INNER = ("docker", "br-", "veth", "virbr", "cni", "cali", "flannel", "lxc", "lxd", "podman")
-_TOLD = "# Peers: "
+_TOLD, _NODES = "# Peers: ", "# Nodes: "
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where the ranks of spans on a host listen, and the hosts that have others of them."""
+
+    ports: tuple[int, ...] = ()
+    addresses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # given ones, by host
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What a host of the fabric opens to the others alone: ranks ask for no key, and run what
+    they are sent."""
+
+    ports: tuple[str, ...] = ()  # "29400", "32768-60999"
+    addresses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by host
+    ssh_ports: tuple[int, ...] = ()  # never closed, also where they are among those
 
 
 def peers(
@@ -41,16 +61,39 @@ def peers(
     need not be the one in the inventory: so all of its own count. Of hosts that take no part in
     this run nothing is seen; ``present``, the file as it is on the host, remembers theirs.
     """
-    remembered = _remembered(present)
-    found = {}
-    for host in fleet.hosts:
-        if not set(PEERS) & set(host.groups):
-            continue
-        own = (
-            _addresses(states[host.name]) if host.name in states else remembered.get(host.name, [])
-        )
-        found[host.name] = sorted({host.address, *own})
-    return found
+    hosts = [host for host in fleet.hosts if set(PEERS) & set(host.groups)]
+    return _seen(hosts, states, _remembered(present, _TOLD))
+
+
+def nodes(
+    fleet: Fleet,
+    spec: HostSpec,
+    states: Mapping[str, HostState],
+    present: str | None,
+    ranks: Ranks | None = None,
+) -> Nodes:
+    """What a host opens to the others of its fabric and spans; nothing where it is in none.
+
+    Engines, NCCL and gloo listen on ports that the kernel gives, all of its range; ``ranks``: where
+    those of spans meet, and Ray's.
+    """
+    settings, ranks = fabric.taken_part(spec), ranks or Ranks()
+    if (settings is None and not ranks.ports) or spec.name not in states:
+        return Nodes()
+    given = states[spec.name].transfers.get("ports") or LOCAL_PORTS
+    own = {settings.port} if settings else set()
+    single = sorted({*own, *ranks.ports} - {*range(given[0], given[1] + 1)})
+    hosts = [
+        host
+        for host in fleet.hosts
+        if host.name in ranks.addresses or (settings and fabric.taken_part(host) is not None)
+    ]
+    seen = _seen(hosts, states, _remembered(present, _NODES))
+    return Nodes(
+        (*map(str, single), f"{given[0]}-{given[1]}"),
+        {name: sorted({*found, *ranks.addresses.get(name, ())}) for name, found in seen.items()},
+        tuple(ssh_ports(states[spec.name])),
+    )
 
 
 def all_addresses(host: HostSpec, state: HostState | None) -> list[str]:
@@ -83,21 +126,19 @@ def files(
     spec: HostSpec,
     peers: Mapping[str, Sequence[str]],
     sharing: Sequence[str] = (),
-    span: tuple[Sequence[str], Sequence[str]] = ((), ()),
-    ssh_ports: Sequence[int] = (),
+    nodes: Nodes | None = None,
 ) -> list[ManagedFile]:
     """The table of a GPU host and the units that keep it; none where nothing is to be closed.
 
-    ``sharing``: the hosts that may ask this one for weights. ``span``: ports of spans, and the
-    addresses of the hosts that have ranks of them: what listens there runs whatever it is sent.
-    ``ssh_ports``: never closed, also where they are among those.
+    ``sharing``: the hosts that may ask this one for weights; ``nodes``: those of its fabric.
 
     Raises ValueError, naming the host, for a peer that is no address.
     """
     ports = sorted({one.port for one in spec.instances})
-    span_ports, ranks = span
-    if not ports or not spec.settings.firewall:
+    nodes = nodes or Nodes()
+    if not (ports or nodes.ports) or not spec.settings.firewall:
         return []
+    others = [a for listed in nodes.addresses.values() for a in listed]
     allowed = [*(a for listed in peers.values() for a in listed), *spec.settings.firewall_allow]
     values = {
         "mark": paths.MARK,
@@ -106,12 +147,13 @@ def files(
         "unit": UNIT,
         "told": _TOLD + json.dumps(peers, sort_keys=True),
         "ports": ports,
+        "node_ports": nodes.ports,
+        "ssh_ports": nodes.ssh_ports,
+        "told_nodes": _NODES + json.dumps(nodes.addresses, sort_keys=True) if nodes.ports else "",
+        "nodes4": _networks(spec, others, 4),
+        "nodes6": _networks(spec, others, 6),
         "sharing": _networks(spec, sharing, 4),
         "sharing_port": spec.settings.fanout.port,
-        "span_ports": span_ports,
-        "ssh_ports": ssh_ports,
-        "span_ipv4": _networks(spec, [*ranks, *spec.settings.firewall_allow], 4),
-        "span_ipv6": _networks(spec, [*ranks, *spec.settings.firewall_allow], 6),
         "ipv4": _networks(spec, allowed, 4),
         "ipv6": _networks(spec, allowed, 6),
     }
@@ -123,21 +165,36 @@ def files(
     ]
 
 
+def _seen(
+    hosts: Iterable[HostSpec],
+    states: Mapping[str, HostState],
+    remembered: Mapping[str, list[str]],
+) -> dict[str, list[str]]:
+    """The addresses of hosts, those that are not looked at as they were remembered."""
+    found = {}
+    for host in hosts:
+        own = (
+            _addresses(states[host.name]) if host.name in states else remembered.get(host.name, [])
+        )
+        found[host.name] = sorted({host.address, *own})
+    return found
+
+
 def _addresses(state: HostState) -> list[str]:
     return [
         address.partition("/")[0]
         for name, nic in state.nics.items()
-        if not name.startswith(_INNER)
+        if not name.startswith(INNER)
         for address in nic.get("addresses", ())
     ]
 
 
-def _remembered(present: str | None) -> dict[str, list[str]]:
+def _remembered(present: str | None, mark: str) -> dict[str, list[str]]:
     """What the file on the host says of its peers; nothing where somebody spoilt it."""
     for line in (present or "").splitlines():
-        if line.startswith(_TOLD):
+        if line.startswith(mark):
             try:
-                found: dict[str, list[str]] = json.loads(line[len(_TOLD) :])
+                found: dict[str, list[str]] = json.loads(line[len(mark) :])
                 return {name: [str(ipaddress.ip_address(a)) for a in found[name]] for name in found}
             except (ValueError, TypeError, LookupError):
                 break

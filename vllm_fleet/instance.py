@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
-from vllm_fleet import engine, paths
+from vllm_fleet import engine, jsontext, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import PlannedInstance, PlannedSpan
 from vllm_fleet.render import render
@@ -70,8 +71,9 @@ def files(instance: PlannedInstance) -> list[ManagedFile]:
     starts half way through must not claim. Raises :class:`InstanceError` or
     :class:`vllm_fleet.engine.EngineError` on settings that cannot be passed on.
     """
-    environment = {**_environment(instance), "FLEET_CHECKSUM": running_checksum(instance)}
-    planned = json.dumps(instance.expected, indent=1) + "\n"
+    script, environment = _texts(instance)
+    environment += f"FLEET_CHECKSUM={quote_env(running_checksum(instance))}\n"
+    planned = jsontext.lines(instance.expected)
     return [
         *(
             # Not part of the checksum: what is only expected is no reason to restart.
@@ -79,11 +81,11 @@ def files(instance: PlannedInstance) -> list[ManagedFile]:
             if instance.expected
             else []
         ),
-        ManagedFile(f"{paths.ETC}/{instance.name}.sh", _script(instance), mode=0o755),
+        ManagedFile(f"{paths.ETC}/{instance.name}.sh", script, mode=0o755),
         ManagedFile(f"{UNITS}/{instance.unit}.d/10-instance.conf", _drop_in(instance)),
         ManagedFile(
             f"{paths.ETC}/{instance.name}.env",
-            _env_file(instance, environment),
+            environment,
             mode=0o640,
             group=paths.USER,
             secret=True,  # operators put tokens here
@@ -139,19 +141,37 @@ def running_checksum(instance: PlannedInstance) -> str:
     A process started with another one needs a restart. Limits of time are not part of it:
     they hold from the next daemon-reload on.
     """
-    parts = (
-        _script(instance),
-        _env_file(instance, _environment(instance)),
-        _unit(),
-        _source("gate"),  # runs inside the server
-        *([_source("span")] if instance.span is not None else []),
-    )
     digest = hashlib.sha256()
-    for part in parts:
-        # a reworded comment is no reason to restart
-        lines = [line for line in part.splitlines() if line and not line.startswith("#")]
-        digest.update("\n".join(lines).encode() + b"\0")
+    # The gate runs inside the server, and of a span ours around it.
+    around = []
+    if instance.span is not None:
+        around = [_source("span"), json.dumps(instance.span.fabric)]
+    for part in (*_texts(instance), _unit(), _source("gate"), *around):
+        digest.update(_less_comments(part))
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=16384)
+def _less_comments(text: str) -> bytes:
+    """A text as it counts in a checksum: a reworded comment is no reason to restart."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return "\n".join(lines).encode() + b"\0"
+
+
+def _texts(instance: PlannedInstance) -> tuple[str, str]:
+    """Launch script, and environment without the checksum.
+
+    A plan asks three times for them, so they are kept with the instance, as a cached property is.
+    """
+    kept = vars(instance)
+    if "_texts" not in kept:
+        kept["_texts"] = _script(instance), _env_file(instance, _environment(instance))
+    found: tuple[str, str] = kept["_texts"]
+    return found
+
+
+# What needs no escape and is no control character.
+_PLAIN = re.compile(r"""[^\x00-\x1f\x7f"\\$`]*""")
 
 
 def quote_env(value: str) -> str:
@@ -159,6 +179,8 @@ def quote_env(value: str) -> str:
 
     Raises :class:`InstanceError` on characters that systemd drops or refuses.
     """
+    if _PLAIN.fullmatch(value):
+        return f'"{value}"'
     if bad := [c for c in value if (ord(c) < 32 and c not in "\t\n") or ord(c) == 127]:
         raise InstanceError(f"holds the control character {bad[0]!r}; systemd refuses it")
     escaped = "".join(f"\\{c}" if c in '"\\$`' else c for c in value)
@@ -192,6 +214,9 @@ def _environment(instance: PlannedInstance) -> dict[str, str]:
         "FLEET_STATE": state,
         "FLEET_USER": paths.USER,
     }
+    if instance.model.adapters:
+        directories = [one.path for one in instance.model.adapters.values()]
+        environment["FLEET_ADAPTERS"] = json.dumps(directories)
     if instance.device == "cuda":
         # Absolute indices as nvidia-smi numbers them: vLLM cannot read UUIDs of MIG here, and
         # CUDA's own order differs from nvidia-smi's on hosts with unlike cards.
@@ -306,6 +331,7 @@ def _unit_path(path: str) -> str:
     return f'"{escaped}"' if shlex.quote(path) != path else escaped
 
 
+@cache
 def _unit() -> str:
     return render(
         "vllm/vllm@.service.j2",

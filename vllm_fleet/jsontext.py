@@ -1,8 +1,9 @@
-"""JSON from elsewhere: whatever is wrong with it is a ValueError. Pure."""
+"""JSON: of elsewhere, where whatever is wrong is a ValueError; and of ours, for files. Pure."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -16,3 +17,19 @@ def parsed(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
+
+
+def lines(data: Mapping[str, Any]) -> str:
+    """The text of an object for a file: a line for each value, and for each item of a list.
+
+    As readable as an indent, and a tenth of its time: with one, Python's own encoder is used
+    instead of that in C, which large fleets feel.
+    """
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
+        else:
+            text = json.dumps(value)
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -33,7 +33,6 @@ from vllm_fleet.spec.model import PackageIndex
 
 NOW = "now"
 PLATFORMS = {"x86_64": "x86_64-manylinux_2_35", "aarch64": "aarch64-manylinux_2_35"}
-DEFAULT_INDEX = "https://pypi.org/simple"
 JSON = "application/vnd.pypi.simple.v1+json"
 SECONDS = 60
 LARGEST_PAGE = 64 * 2**20
@@ -117,7 +116,7 @@ def make(wanted: Wanted, as_of: str | None, uv: str) -> Lock:
             f"platform {wanted.platform!r} is not known: give {' or '.join(PLATFORMS)}, or one of "
             "uv's, such as x86_64-manylinux_2_28"
         )
-    places = _places(wanted, timed=as_of != NOW)
+    places = _places(wanted, uv, timed=as_of != NOW)
     files = _files(wanted, places)
     warnings = [
         f"{place} is left out: a folder tells no upload times, so its packages cannot be taken "
@@ -161,7 +160,7 @@ def _head(wanted: Wanted, said: str) -> str:
 # -- where packages are
 
 
-def _places(wanted: Wanted, *, timed: bool) -> Places:
+def _places(wanted: Wanted, uv: str, *, timed: bool) -> Places:
     """The index settings of the hosts where given, else of this machine's pip, as on a host."""
     given = wanted.index.model_dump(mode="json")
     config: dict[str, list[str]] = {} if tools.given(given) else tools.pip_config(sys.executable)
@@ -191,7 +190,8 @@ def _places(wanted: Wanted, *, timed: bool) -> Places:
         env["SSL_CERT_FILE"] = config["cert"][0]
     for host in config.get("trusted-host", []):
         arguments += ["--allow-insecure-host", host]
-    given = {**given, "index_url": given["index_url"] or DEFAULT_INDEX}  # what uv takes unasked
+    if not given["no_index"] and not given["index_url"]:
+        given = {**given, "index_url": _unasked(uv)}
     indexes = [] if given["no_index"] else [given["index_url"]]
     indexes += [] if given["no_index"] else given["extra_index_urls"] or []
     return Places(
@@ -201,6 +201,23 @@ def _places(wanted: Wanted, *, timed: bool) -> Places:
         tools.index_words(given, {}),
         tuple(re.sub(r"//[^/@]*@", "//", place) for place in left_out),
     )
+
+
+def _unasked(uv: str) -> str:
+    """The index that uv takes where none is named: its own word, from a lock of nothing."""
+    argv = [uv, "--color", "never", "--no-config", "pip", "compile", "-", "--emit-index-url"]
+    argv += ["--no-header", "--offline", "--quiet"]
+    env = {**tools.base_env({}), "UV_PYTHON_DOWNLOADS": "never"}
+    try:
+        text = tools.run(argv, env, "fleet lock: asking uv for its package index")
+    except tools.Refusal as refusal:
+        raise LockingError(str(refusal)) from None
+    found = re.search(r"(?m)^--index-url (\S+)$", text)
+    if found is None:
+        raise LockingError(
+            f"{uv} does not tell which package index it uses: name one in package_index.index_url"
+        )
+    return found[1]
 
 
 def _files(wanted: Wanted, places: Places) -> list[File]:

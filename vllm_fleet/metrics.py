@@ -65,12 +65,17 @@ OWN = {
     "vllm_fleet_probe_time_seconds": "gauge",
     "vllm_fleet_probe_out": "gauge",
     "vllm_fleet_probe_restarts_total": "counter",
+    # rollout/audit.py
+    "vllm_fleet_change_timestamp_seconds": "gauge",
+    "vllm_fleet_change_seconds": "gauge",
+    "vllm_fleet_rollout_timestamp_seconds": "gauge",
     # onhost/hostwatch.py
     "vllm_fleet_hostwatch_time_seconds": "gauge",
     "vllm_fleet_instance_info": "gauge",
     "vllm_fleet_instance_ready": "gauge",
     "vllm_fleet_instance_ready_time_seconds": "gauge",
     "vllm_fleet_instance_start_seconds": "gauge",
+    "vllm_fleet_instance_start_part_seconds": "gauge",
     "vllm_fleet_weights_verified_time_seconds": "gauge",
     "vllm_fleet_change_until_seconds": "gauge",
     "vllm_fleet_certificate_expires_time_seconds": "gauge",
@@ -161,9 +166,8 @@ def adapted(
 ) -> str | None:
     """The expression with the names of the deployed versions; None where none exports one of them.
 
-    Where two versions call it otherwise, the selector takes both names: `vllm_version` is among
-    the labels of every series, so that none of the two stands for the other. `exported` is for
-    tests: the series of each version.
+    Where two versions call it otherwise, the selector takes both names: an instance exports the
+    one of the version that it runs. `exported` is for tests: the series of each version.
     """
     known = {v: exported[v] if exported is not None else series(v) for v in deployed}
     missing = False

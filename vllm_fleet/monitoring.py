@@ -6,8 +6,8 @@ somebody has set up (:func:`own_settings`) keeps its configuration and gets our 
 targets, and a file that says what to add.
 
 After putting the files: `systemctl reload prometheus` for those below /etc/prometheus except
-targets/ (read by itself), a restart for a changed drop-in, `systemd-tmpfiles --create` and a
-restart of prometheus-node-exporter for those of :func:`host_files`.
+targets/ (read by itself), a restart for a changed drop-in, and a restart of
+prometheus-node-exporter for those of :func:`host_files`, which makes their directories.
 """
 
 from __future__ import annotations
@@ -109,8 +109,6 @@ def targets(
             instance=one.name,
             pool=pool.name,
             model=one.model_name,
-            release=one.release,
-            vllm_version=running_version(one),
             cards=",".join(map(str, one.cards)) or one.device,
         )
         for pool in pools
@@ -176,7 +174,9 @@ def host_files(spec: HostSpec) -> list[ManagedFile]:
         # Anchored by the exporter; systemd would take a backslash for itself.
         "--collector.systemd.unit-include=(vllm@.+|vllm-fleet-.+|nginx|prometheus.*|nvidia-.+)[.]service",
     )
-    dropin = render("prometheus/node-exporter.service.j2", mark=paths.MARK, flags=flags)
+    dropin = render(
+        "prometheus/node-exporter.service.j2", mark=paths.MARK, flags=flags, tmpfiles=TMPFILES
+    )
     tmpfiles = render(
         "prometheus/tmpfiles.conf.j2",
         mark=paths.MARK,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 OPT = "/opt/vllm"
 RELEASES = f"{OPT}/releases"  # <id>/: a venv, its lock and stamp
+PYTHON = f"{OPT}/python"  # <version>-<sha256>/: from python_archive
 TOOLS = f"{OPT}/tools"  # <id>/: small venv of ours; `current` links to the one in use
 MODELS = f"{OPT}/models"  # <name>/<revision>/
 LIB = f"{OPT}/lib"  # our scripts: gate, warm-up, drain, release, weights, state

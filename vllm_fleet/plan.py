@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from importlib import resources
 
 from vllm_fleet import (
@@ -19,6 +21,7 @@ from vllm_fleet import (
     alertmanager,
     engine_data,
     exam,
+    fabric,
     fanout,
     firewall,
     gateway,
@@ -30,6 +33,7 @@ from vllm_fleet import (
     release,
     room,
     spans,
+    spares,
     watch,
     weights,
 )
@@ -37,6 +41,7 @@ from vllm_fleet import instance as vllm
 from vllm_fleet.exam import NGINX, PROMETHEUS
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
+from vllm_fleet.model_options import given_options
 from vllm_fleet.onhost.tools import tools_id
 from vllm_fleet.placement import Key, Placed
 from vllm_fleet.planned import PlannedInstance, Pool
@@ -44,7 +49,6 @@ from vllm_fleet.rollout.policy import Version
 from vllm_fleet.rollout.state import Refused, record_of, refusal_of, refusals
 from vllm_fleet.spec.inputs import Inputs, lock_path, version_of
 from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance, Rank, rank_name
-from vllm_fleet.spec.spans import model_args
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView, Sized, lines_of, survey
 
@@ -56,6 +60,7 @@ MONITORING_PACKAGES = ("prometheus",)
 
 NODE_EXPORTER = "prometheus-node-exporter.service"
 GRAFANA = "grafana-server.service"
+APT_KEYS = "/etc/apt/keyrings"
 JOURNALD = "systemd-journald.service"
 FIREWALL_GUARD = f"{firewall.GUARD}.timer"
 TLS_PATH = f"{gateway.TLS_UNIT}.path"
@@ -70,6 +75,7 @@ TOOLS_LOCK = SCRIPTS.joinpath("tools-requirements.lock").read_text(encoding="utf
 LIB_SCRIPTS = (
     "tools.py",
     "release.py",
+    "interpreter.py",
     "weights.py",
     "hub.py",
     "peers.py",
@@ -98,6 +104,25 @@ class Service:
     restarts: str
     reloads: str
     reload: tuple[str, ...]  # command
+
+    def due(self, state: HostState) -> str:
+        """The command that has it run, enabled, with its present files; "" where it does.
+
+        Whether it must read its files again is decided from the checksum it last read, never
+        from "a file changed in this run": a run that died in between is made good by the next.
+        """
+        read = state.loaded.get(self.unit, "").partition(":")
+        commands = []
+        if not state.enabled(self.unit):
+            commands.append(f"systemctl enable -q {self.unit}")
+        if not state.active(self.unit) or (self.restarts and read[0] != self.restarts):
+            commands.append(f"systemctl restart {self.unit}")
+        elif read[2] != self.reloads:
+            commands.append(shlex.join(self.reload))
+        if commands:
+            stamp = f"{paths.STATE}/loaded/{self.unit}"
+            commands.append(f"printf %s {self.restarts}:{self.reloads} > {stamp}")
+        return " && ".join(commands)
 
 
 @dataclass(frozen=True)
@@ -178,6 +203,7 @@ class HostPlan:
     kept: Mapping[str, Kept] = field(default_factory=dict)
     rolled: frozenset[str] = frozenset()  # ranks of spans that only a rollout may start
     bundle: BundleTake | None = None
+    apt_list: str = ""  # sha256 of the bundle's list of Debian packages
     bundle_services: tuple[Service, ...] = ()
     firewall_services: tuple[Service, ...] = ()
     acme: AcmeFetch | None = None
@@ -186,6 +212,8 @@ class HostPlan:
     retired: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     new_lines: Mapping[Key, Placed] = field(default_factory=dict)  # of the placement file
+    # By instance that is the only one of its pool: free cards like its own.
+    spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     prune: Mapping[str, list[str]] = field(default_factory=dict)  # what onhost/prune.py is told
 
     @property
@@ -223,6 +251,47 @@ class HostPlan:
         """Releases to build."""
         return tuple(r for r in self.releases if r.id not in self.state.releases)
 
+    @property
+    def missing_tools(self) -> ToolsBuild | None:
+        """The tools venv to build; None where it is there, or none is wanted."""
+        return self.tools if self.tools and self.state.tools != self.tools.id else None
+
+    @property
+    def wanted_weights(self) -> tuple[WeightsFetch, ...]:
+        """Weights to fetch or to check, or that other hosts get from here."""
+        return tuple(one for one in self.weights if not one.present or one.serves)
+
+    def due(self, services: Sequence[Service]) -> list[str]:
+        """What brings daemons to their present files, a command each; none where all is well."""
+        return [command for one in services if (command := one.due(self.state))]
+
+    @cached_property
+    def as_wanted(self) -> bool:
+        """Whether nothing at all is to be done on this host, now or by a rollout."""
+        services = (
+            *self.bundle_services,
+            *self.firewall_services,
+            *self.gateway_services,
+            *self.monitoring_services,
+        )
+        return not (
+            self.missing_packages
+            or self.changed_files
+            or self.removed_files
+            or (self.bundle and not self.bundle.held)
+            or self.missing_certificate
+            or self.missing_tools
+            or self.missing_releases
+            or self.wanted_weights
+            or self.retired
+            or self.prune
+            or self.kept
+            or self.new_lines
+            or self.to_start()
+            or self.to_restart()
+            or self.due(services)
+        )
+
     def to_start(self) -> tuple[PlannedInstance, ...]:
         """Instances that do not run: nobody is served by them, so they start at once.
 
@@ -237,6 +306,7 @@ class HostPlan:
             )
             and (i.name not in self.kept or self.kept[i.name].startable)
             and i.name not in self.rolled
+            and i.name not in self.state.adopted  # the rollout's business
         )
 
     def to_restart(self) -> tuple[PlannedInstance, ...]:
@@ -261,7 +331,9 @@ def bundled_packages() -> tuple[str, ...]:
                 *GATEWAY_PACKAGES,
                 *keepalived.PACKAGES,
                 *MONITORING_PACKAGES,
+                *alertmanager.PACKAGES,
                 *firewall.PACKAGES,
+                *gateway.ACME_PACKAGES,  # an authority of one's own may be in there
             }
         )
     )
@@ -298,7 +370,7 @@ def asked() -> str:
             "disks": [paths.OPT, paths.STATE, "/var/cache"],
             "texts": [
                 *(PROMETHEUS_YML, PROMETHEUS_DEFAULTS, EXPORTER_DEFAULTS, firewall.FILE),
-                *(alertmanager.PACKAGED, alertmanager.DEFAULTS),
+                *(alertmanager.PACKAGED, alertmanager.DEFAULTS, fabric.FILE),
             ],
         }
     )
@@ -329,6 +401,25 @@ def plan_fleet(
     reasons = [reason for view in views.values() for reason in view.reasons]
     if reasons:
         raise Refusal(reasons)
+    plans, reasons = plans_of(fleet, states, inputs, views)
+    for plan in plans.values():
+        reasons += room.refusals(plan)
+        reasons += _unlisted(plan)
+    if reasons:
+        raise Refusal(reasons)
+    return fanout.arranged(plans)
+
+
+def plans_of(
+    fleet: Fleet,
+    states: Mapping[str, HostState],
+    inputs: Inputs,
+    views: Mapping[str, HostView],
+) -> tuple[dict[str, HostPlan], list[str]]:
+    """Plans of the hosts that are surveyed, whatever the survey says of them, and why others
+    have none. For looking: only :func:`plan_fleet` says what may be applied.
+    """
+    reasons: list[str] = []
     known = refusals(states.values())
     wanted: dict[str, tuple[PlannedInstance, ...]] = {}
     kept: dict[str, dict[str, Kept]] = {}
@@ -350,12 +441,12 @@ def plan_fleet(
                 for one in wanted[spec.name]
             )
     if reasons:
-        raise Refusal(reasons)
+        return {}, reasons
     _keep_together(instances, kept, states)
-    pools = pools_of(instances)
+    pools, sharers = pools_of(instances), firewall.sharers(fleet)
     plans: dict[str, HostPlan] = {}
     for spec in fleet.hosts:
-        if spec.name in states:
+        if spec.name in views:
             with _refusing(spec, reasons):
                 plans[spec.name] = _host_plan(
                     fleet,
@@ -365,15 +456,23 @@ def plan_fleet(
                     wanted[spec.name],
                     kept[spec.name],
                     pools,
+                    sharers,
                     inputs,
                 )
     plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
-    plans = _rolled(plans)
-    for plan in plans.values():
-        reasons += room.refusals(plan)
-    if reasons:
-        raise Refusal(reasons)
-    return fanout.arranged(plans)
+    return _rolled(plans), reasons
+
+
+def _unlisted(plan: HostPlan) -> list[str]:
+    """Debian packages from a bundle whose list has no checksum beside group_vars."""
+    if plan.spec.settings.air_gapped is None or plan.apt_list or not plan.missing_packages:
+        return []
+    system = airgap.system_of(plan.state.os, plan.state.arch)
+    return [
+        f"{plan.spec.name}: runs {system}, and {airgap.packages_lock(system)} is not beside "
+        f"group_vars, or holds no checksum: `fleet bundle` with --system {system} writes it, with "
+        "the bundle that belongs to it; commit it"
+    ]
 
 
 def placement_of(plans: Mapping[str, HostPlan], inputs: Inputs) -> dict[Key, Placed] | None:
@@ -432,12 +531,14 @@ def _instance(
         release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**chosen, **model_args(model, one), **one.vllm_args},
+        args={**chosen, **given_options(one.model, model, one)},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,
         expected=sized.expected if sized.applied else {},
-        span=spans.planned(fleet, one, len(cards)),
+        span=spans.planned(
+            fleet, one, len(cards), view.state.texts.get(fabric.FILE) if view else None
+        ),
     )
 
 
@@ -479,7 +580,11 @@ def _keep_together(
     states: Mapping[str, HostState],
 ) -> None:
     """Leave ranks alone that would not meet: a host is missing, or has another release."""
-    why = {**spans.differing(instances), **spans.apart(instances, states)}
+    why = {
+        **spans.unlike(instances, states),
+        **spans.differing(instances),
+        **spans.apart(instances, states),
+    }
     for host, own in instances.items():
         for one in own:
             if host in states and (host, one.name) in why:
@@ -525,11 +630,16 @@ def _with_bundle(
     gap = plan.spec.settings.air_gapped
     if gap is None or not airgap.serves(plan.spec):
         return plan
-    needs: dict[str, dict[str, str]] = {"locks": {}, "listings": {}}
+    needs: dict[str, dict[str, str]] = {
+        kind: {} for kind in ("locks", "listings", "archives", "packages")
+    }
     systems: dict[str, list[str]] = {}
     for spec in fleet.hosts:
         if spec.settings.air_gapped is None:
             continue
+        archive = spec.settings.python_archive
+        if archive is not None and "gpu" in spec.groups:
+            needs["archives"][archive.sha256] = f"of Python {archive.version}"
         for one in spec.instances if "gpu" in spec.groups else ():
             version = version_of(spec, one)
             text = inputs.lock(spec, version)
@@ -545,6 +655,9 @@ def _with_bundle(
             continue
         system = airgap.system_of(other.state.os, other.state.arch)
         systems[system] = sorted({*systems.get(system, []), *other.packages})
+        if other.apt_list:
+            path = airgap.packages_lock(system)
+            needs["packages"][other.apt_list] = f"of {path} (another `fleet bundle` run wrote it)"
         if other.tools is not None:
             key, name = airgap.tools_key(TOOLS_LOCK, other.state.python)
             needs["locks"][key] = name
@@ -565,6 +678,7 @@ def _host_plan(
     wanted: tuple[PlannedInstance, ...],
     kept: Mapping[str, Kept],
     pools: tuple[Pool, ...],
+    sharers: Mapping[int, list[str]],
     inputs: Inputs,
 ) -> HostPlan:
     spec, state = view.spec, view.state
@@ -581,8 +695,11 @@ def _host_plan(
     notices = view.notices
     acme: AcmeFetch | None = None
     bundle_services: list[Service] = []
+    apt_list = ""
     if settings.air_gapped is not None:
-        files += airgap.sources(spec, airgap.system_of(state.os, state.arch))
+        system = airgap.system_of(state.os, state.arch)
+        files += airgap.sources(spec, system)
+        apt_list = inputs.packages_lists.get(system, "")
     if airgap.serves(spec):
         serving = airgap.files(
             spec, [a for h in fleet.hosts for a in firewall.all_addresses(h, states.get(h.name))]
@@ -591,14 +708,8 @@ def _host_plan(
         bundle_services.append(_service(airgap.UNIT, restarts=serving))
     if "gpu" in spec.groups:
         packages |= {*COMMON_PACKAGES, *GPU_PACKAGES}
-        files += [
-            ManagedFile(
-                f"{paths.LIB}/{name}",
-                f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
-            )
-            for name in LIB_SCRIPTS
-            if f"{paths.LIB}/{name}" not in {file.path for file in files}
-        ]
+        have = {file.path for file in files}
+        files += [file for file in _lib_scripts() if file.path not in have]
         files += vllm.host_files(
             settings.device, hold_driver_packages=settings.hold_driver_packages
         )
@@ -621,16 +732,11 @@ def _host_plan(
             fetches[one.model_name] = _fetch(spec, same, state, inputs)
         notices += spans.link_notices(fleet, states, spec.name)
         present = state.texts.get(firewall.FILE)
-        givers = firewall.sharers(fleet).get(settings.fanout.port, [])
+        givers = sharers.get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
-        if closed := firewall.files(
-            spec,
-            firewall.peers(fleet, states, present),
-            sharing,
-            spans.firewalled(fleet, spec.name),
-            firewall.ssh_ports(state),
-        ):
-            notices += spans.closed_to_others(fleet, state, spec.name)
+        nodes = firewall.nodes(fleet, spec, states, present, spans.ranks_of(fleet, spec.name))
+        if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing, nodes):
+            notices += spans.closed_to_others(fleet, state, spec.name, nodes)
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.
@@ -736,7 +842,8 @@ def _host_plan(
         files += boards
         if settings.monitoring.grafana:
             packages.add("grafana")
-            files += _grafana_source(settings.monitoring.grafana, inputs)
+            if settings.air_gapped is None:  # else the bundle has it
+                files += _grafana_source(settings.monitoring.grafana, inputs)
             monitoring_services.append(_service(GRAFANA, restarts=boards))
         else:
             notices.append(
@@ -752,12 +859,18 @@ def _host_plan(
                 reload=("systemctl", "reload", PROMETHEUS),
             )
         )
+    alone = {
+        pool.instances[0].name
+        for pool in pools
+        if len(pool.instances) == 1 and pool.instances[0].host == spec.name
+    }
     names = {one.name for one in instances}
     used = {one.release for one in instances}
     return HostPlan(
         spec=spec,
         state=state,
         packages=tuple(sorted(packages)),
+        apt_list=apt_list,
         tools=_tools(spec, state) if releases else None,
         files=tuple(files),
         releases=tuple(releases.values()),
@@ -774,10 +887,23 @@ def _host_plan(
         monitoring_services=tuple(monitoring_services),
         retired=tuple(sorted(_ours(state) - names)),
         new_lines=lines_of({spec.name: view}),
+        spares={name: cards for name in sorted(alone) if (cards := spares.found(view, name))},
         prune=pruning.order(settings, state, set(releases) | used, {i.weights for i in instances})
         if releases
         else {},
         notices=tuple(notices),
+    )
+
+
+@cache
+def _lib_scripts() -> tuple[ManagedFile, ...]:
+    """Scripts of ours that stay on a GPU host."""
+    return tuple(
+        ManagedFile(
+            f"{paths.LIB}/{name}",
+            f"# {paths.MARK}\n{SCRIPTS.joinpath(name).read_text(encoding='utf-8')}",
+        )
+        for name in LIB_SCRIPTS
     )
 
 
@@ -849,7 +975,7 @@ def _grafana_source(settings: Grafana, inputs: Inputs) -> list[ManagedFile]:
     ]
     if settings.key_file:
         name = settings.key_file.rpartition("/")[2]
-        files.append(ManagedFile(f"/etc/apt/keyrings/{name}", inputs.apt_keys[settings.key_file]))
+        files.append(ManagedFile(f"{APT_KEYS}/{name}", inputs.apt_keys[settings.key_file]))
     return files
 
 

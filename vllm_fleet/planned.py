@@ -18,6 +18,8 @@ class PlannedSpan:
     settings: Span
     tensor_parallel: int
     pipeline_parallel: int
+    # What nccl.py has tested and put on the host, which its start reads: another one is a change.
+    fabric: tuple[tuple[str, str], ...] = ()
 
     @property
     def address(self) -> str:

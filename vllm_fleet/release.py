@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from vllm_fleet import paths, variants
 from vllm_fleet.spec.model import HostSettings
@@ -20,6 +21,10 @@ _PIN = re.compile(
     r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*(?P<version>[^\s;\\]+)"
 )
 _HASH = re.compile(r"--hash=(?P<hash>sha(256|384|512):[0-9a-f]+)")
+
+
+# A lock is a long text, and every instance of a fleet asks for the same few.
+_once = lru_cache(maxsize=64)
 
 
 class LockError(ValueError):
@@ -76,6 +81,7 @@ def _plain(extra: Iterable[str]) -> list[str]:
     return sorted(re.sub(r"\[.*?\]|!", "", one) for one in extra)
 
 
+@_once
 def _build(lock_text: str, package: str) -> str:
     """Local part of the version that a lock pins: ``cu129`` of 0.21.0+cu129."""
     for _, text in _requirements(lock_text):
@@ -85,12 +91,14 @@ def _build(lock_text: str, package: str) -> str:
     return ""
 
 
+@_once
 def lock_sha256(lock_text: str) -> str:
     """Checksum of what a lock says: comments, blank lines and line ends do not count."""
     text = "".join(f"{line}\n" for line in _lines(lock_text) if line)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@_once
 def parse_lock(lock_text: str) -> tuple[Pin, ...]:
     """The packages of a lock, in its order.
 
@@ -128,7 +136,8 @@ def parse_lock(lock_text: str) -> tuple[Pin, ...]:
     return tuple(pins)
 
 
-def check_lock(lock_text: str, version: str, package: str, extra: Iterable[str] = ()) -> None:
+@_once
+def check_lock(lock_text: str, version: str, package: str, extra: tuple[str, ...] = ()) -> None:
     """Raise LockError unless the lock can be installed and is of this version of vLLM.
 
     ``extra``: further packages with their versions, which it must hold too.
@@ -155,9 +164,12 @@ def check_lock(lock_text: str, version: str, package: str, extra: Iterable[str] 
 
 def without(lock_text: str, names: Iterable[str]) -> str:
     """The lock less these packages (any spelling), with everything else as it stood."""
-    drop = {normalise(name) for name in names}
-    if not drop:
-        return lock_text
+    drop = frozenset(normalise(name) for name in names)
+    return _without(lock_text, drop) if drop else lock_text
+
+
+@_once
+def _without(lock_text: str, drop: frozenset[str]) -> str:
     kept: list[str] = []
     dropping = False
     for line in lock_text.splitlines(keepends=True):
@@ -203,11 +215,18 @@ def order(settings: HostSettings, version: str, lock_text: str | None) -> dict[s
         "exclude": list(settings.vllm_exclude),
         "extra": list(settings.vllm_extra),
         "python": settings.python,
+        "python_archive": archive_order(settings),
         "lock": lock_text,
         "releases": paths.RELEASES,
         "tools": f"{paths.TOOLS}/current",
         **sources(settings),
     }
+
+
+def archive_order(settings: HostSettings) -> dict[str, object] | None:
+    """Where a release's Python comes from, as onhost/interpreter.py takes it; null: the host's."""
+    archive = settings.python_archive
+    return {**archive.model_dump(mode="json"), "directory": paths.PYTHON} if archive else None
 
 
 def sources(settings: HostSettings) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -21,6 +21,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        auto_reload=False,
     )
 
 
@@ -30,4 +31,15 @@ def render(template: str, **values: object) -> str:
     Raises jinja2.TemplateNotFound for an unknown template and jinja2.UndefinedError for a
     name that the template uses and ``values`` lacks.
     """
+    if all(isinstance(value, _PLAIN) for value in values.values()):
+        return _rendered(template, **values)
+    return _environment().get_template(template).render(**values)
+
+
+# Most files are the same on many hosts.
+_PLAIN = (str, int, float, type(None))
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _rendered(template: str, **values: object) -> str:
     return _environment().get_template(template).render(**values)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_fleet import paths
+from vllm_fleet.onhost.interpreter import ROOM as PYTHON_ROOM
 from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import ROOM as TOOLS_ROOM
 from vllm_fleet.onhost.tools import gib
@@ -45,6 +46,8 @@ def wants(plan: HostPlan) -> Iterator[Want]:
         yield Want(f"release {build.id}", paths.OPT, venv // 4 if shared else venv)
         if not state.releases and not number:
             yield Want("downloads of packages", cache, downloads)
+    if settings.python_archive is not None and plan.missing_releases:
+        yield Want(f"Python {settings.python_archive.version}", paths.OPT, PYTHON_ROOM)
     for one in plan.weights:
         size = _weights(one, state)
         if size:

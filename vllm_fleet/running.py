@@ -7,11 +7,13 @@ from typing import Any
 
 from vllm_fleet.rollout.lock import STALE_SECONDS, lock_host
 from vllm_fleet.rollout.state import record_of
+from vllm_fleet.spares import is_spare, name_of
 from vllm_fleet.spec.inputs import version_of
 from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Rank
 from vllm_fleet.state import HostState
 
 Json = dict[str, Any]
+NAMED = 10  # instances of one release in a mixed pool; the others are counted
 
 
 def running(fleet: Fleet, states: Mapping[str, HostState], failures: Mapping[str, str]) -> Json:
@@ -34,7 +36,11 @@ def running(fleet: Fleet, states: Mapping[str, HostState], failures: Mapping[str
                 "held": (state.held or None) if state else None,
             }
         )
-        instances += [_instance(spec, one, state) for one in spec.instances]
+        for one in spec.instances:
+            instances.append(_instance(spec, one, state))
+            if state is not None and name_of(one.name) in state.instances:
+                spare = one.model_copy(update={"name": name_of(one.name)})
+                instances.append(_instance(spec, spare, state))
     pools = _pools(instances)
     place = lock_host(fleet)
     lock = dict(states[place].lock) if place in states else {}
@@ -106,6 +112,11 @@ def _pools(instances: list[Json]) -> list[Json]:
     return [{**pool, "mixed": len(pool["releases"]) > 1} for pool in found.values()]
 
 
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
 def _findings(hosts: list[Json], instances: list[Json], pools: list[Json], lock: Json) -> list[str]:
     """One line for each thing that is not as it should be."""
     told = [f"{one['name']}: {one['why']}" for one in hosts if not one["reached"]]
@@ -119,12 +130,17 @@ def _findings(hosts: list[Json], instances: list[Json], pools: list[Json], lock:
             )
     for pool in pools:
         if pool["mixed"]:
-            parts = "; ".join(f"{name}: {', '.join(who)}" for name, who in pool["releases"].items())
+            parts = "; ".join(f"{name}: {_listed(who)}" for name, who in pool["releases"].items())
             told.append(f"pool {pool['name']} runs several releases: {parts}")
         if not pool["ready"]:
             told.append(f"pool {pool['name']}: no instance is ready")
     for one in instances:
-        if one["cut_off"]:
+        if is_spare(one["name"]):
+            told.append(
+                f"{one['id']}: a spare, of a rollout that is under way or was cut off: the next "
+                "upgrade.py takes it away"
+            )
+        elif one["cut_off"]:
             told.append(
                 f"{one['id']}: a change to {one['cut_off']} was cut off, or is under way: "
                 "upgrade.py goes on there, rollback.py undoes it"

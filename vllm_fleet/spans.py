@@ -7,9 +7,10 @@ them is here, and in gate/span.py, which runs around the engine of each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vllm_fleet import paths
+from vllm_fleet import fabric, firewall, paths
+from vllm_fleet.fabric.nodes import differences, versions_of
 from vllm_fleet.planned import PlannedInstance, PlannedSpan
 from vllm_fleet.spec.model import (
     RAY_PORTS,
@@ -23,9 +24,6 @@ from vllm_fleet.spec.model import (
 from vllm_fleet.spec.spans import degrees
 from vllm_fleet.state import HostState
 
-# (first, last) port that Linux gives by itself; NCCL, gloo and vLLM's queues listen at such.
-RANDOM_PORTS = (32768, 60999)
-
 
 @dataclass(frozen=True)
 class Link:
@@ -38,10 +36,13 @@ class Link:
     mtu: int
 
 
-def planned(fleet: Fleet, one: Instance, cards: int) -> PlannedSpan | None:
+def planned(
+    fleet: Fleet, one: Instance, cards: int, fabric_text: str | None = None
+) -> PlannedSpan | None:
     """What an instance is of a span; None where it is a server of its own.
 
-    ``cards``: on its host. Raises ValueError where they do not come out.
+    ``cards``: on its host; ``fabric_text``: of fabric.env there. Raises ValueError where the cards
+    do not come out.
     """
     if not isinstance(one, Rank) or one.span is None:
         return None
@@ -57,6 +58,7 @@ def planned(fleet: Fleet, one: Instance, cards: int) -> PlannedSpan | None:
         settings=one.span,
         tensor_parallel=tensor,
         pipeline_parallel=stages,
+        fabric=tuple(sorted(fabric.environment_of(fabric_text).items())),
     )
 
 
@@ -110,46 +112,57 @@ def differing(instances: Mapping[str, Iterable[PlannedInstance]]) -> dict[tuple[
     return found
 
 
-def firewalled(fleet: Fleet, host: str) -> tuple[list[str], list[str]]:
-    """(ports, addresses of peers) of the spans on a host; both empty where it has none.
+def unlike(
+    instances: Mapping[str, Iterable[PlannedInstance]], states: Mapping[str, HostState]
+) -> dict[tuple[str, str], str]:
+    """Ranks whose hosts differ in a driver or, by the facts, in what their release holds."""
+    found = {}
+    for name, members in ranks(instances).items():
+        if any(one.host not in states for one in members):
+            continue
+        seen = {one.host: versions_of(states[one.host], one.release) for one in members}
+        if not all(versions.libraries for versions in seen.values()):
+            # Not built yet on some: then each gets what the lock says.
+            seen = {host: replace(versions, libraries={}) for host, versions in seen.items()}
+        told = differences({host: replace(one, release="") for host, one in seen.items()})
+        for one in members if told else ():
+            found[one.host, one.name] = f"span {name}: {'; '.join(told)}"
+    return found
 
-    Besides the ports that are given there are those that Linux chooses: NCCL, gloo and the
-    queues of vLLM listen at them, and take code from whoever reaches them.
-    """
-    ports: list[str] = []
-    peers: set[str] = set()
+
+def ranks_of(fleet: Fleet, host: str) -> firewall.Ranks:
+    """Where the ranks on a host listen, and where the others of their spans come from."""
+    ports: set[int] = set()
+    peers: dict[str, list[str]] = {}
     for one in fleet.host(host).instances:
         if not isinstance(one, Rank) or one.span is None:
             continue
         span = one.span
-        given = [span.watch_port, span.master_port, span.data_port]
-        ports += [str(port) for port in given]
+        ports |= {span.watch_port, span.master_port, span.data_port}
         if span.executor == "ray":
-            ports.append(f"{span.ray_port}-{span.ray_port + RAY_PORTS + RAY_WORKER_PORTS - 1}")
-        peers |= set(addresses(fleet, one.hosts, span))
-        peers |= {fleet.host(name).address for name in one.hosts}
-    if ports:
-        ports.append(f"{RANDOM_PORTS[0]}-{RANDOM_PORTS[1]}")
-    return sorted(set(ports)), sorted(peers)
+            ports |= {*range(span.ray_port, span.ray_port + RAY_PORTS + RAY_WORKER_PORTS)}
+        for name, address in zip(one.hosts, addresses(fleet, one.hosts, span), strict=True):
+            peers.setdefault(name, []).append(address)
+    return firewall.Ranks(tuple(sorted(ports)), peers)
 
 
-def closed_to_others(fleet: Fleet, state: HostState, host: str) -> list[str]:
-    """What else listens on a host at ports that the firewall closes for the sake of spans."""
-    if not firewalled(fleet, host)[0]:
+def closed_to_others(fleet: Fleet, state: HostState, host: str, nodes: firewall.Nodes) -> list[str]:
+    """What else listens on a host at ports that the firewall closes for the sake of its spans."""
+    if not nodes.ports or not any(isinstance(one, Rank) for one in fleet.host(host).instances):
         return []
-    first, last = RANDOM_PORTS
+    first, _, last = nodes.ports[-1].partition("-")
     told = [
         f"{port} ({holder.get('command') or '?'})"
         for port, holder in sorted(state.listening.items())
-        if first <= int(port) <= last
+        if int(first) <= int(port) <= int(last)
+        and int(port) not in nodes.ssh_ports
         and holder.get("user") != paths.USER
-        and not str(holder.get("unit")).startswith("ssh")
     ]
     if not told:
         return []
     return [
-        f"firewall: ports {first}-{last} are open to the hosts of its spans alone; somebody else "
-        f"listens at {', '.join(told[:5])}: name who must reach that in firewall_allow"
+        f"firewall: ports {first}-{last} are open to the hosts of its spans alone, and somebody "
+        f"else listens at {', '.join(told[:5])}: who is to reach that needs a port below {first}"
     ]
 
 

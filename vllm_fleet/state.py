@@ -39,6 +39,7 @@ class HostState:
     rollout: dict[str, dict[str, Any]] = field(default_factory=dict)  # record by instance
     held: dict[str, Any] = field(default_factory=dict)  # who keeps this host out of service
     lock: dict[str, Any] = field(default_factory=dict)  # who changes the fleet; one host's
+    fabric: dict[str, Any] = field(default_factory=dict)  # tested: what was; change: cut off
     texts: dict[str, str | None] = field(default_factory=dict)  # of files of others, by path
     cmdline: str = ""  # of the kernel
     uptime_s: int = 0
@@ -46,11 +47,16 @@ class HostState:
     numa: dict[str, dict[str, Any]] = field(default_factory=dict)  # cpus, memory_mib by node
     nics: dict[str, dict[str, Any]] = field(default_factory=dict)  # state, speed_mbit, mtu, ...
     rdma: dict[str, dict[str, Any]] = field(default_factory=dict)  # by device:port
+    transfers: dict[str, Any] = field(default_factory=dict)  # ports of the kernel, peermem
+    libraries: dict[str, dict[str, str]] = field(default_factory=dict)  # torch, nccl, vllm by id
     kernel_log: list[str] = field(default_factory=list)  # lines of it that tell of broken cards
     limits: dict[str, str] = field(default_factory=dict)  # memlock: systemd's default in bytes
     nodes: list[str] = field(default_factory=list)  # /dev/nvidia*, /dev/kfd, /dev/dri/*
     fetched: dict[str, int] = field(default_factory=dict)  # bytes beside a directory of weights
     bundle: dict[str, Any] = field(default_factory=dict)  # stamp of the bundle; {}: none, or stale
+
+    # By instance, not from the host: a vLLM that is not ours and is to be taken over.
+    adopted: dict[str, Process] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """For pyinfra's debug output."""

@@ -6,9 +6,11 @@ same. Nothing here raises for an odd host: what is wrong is a refused verdict or
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from vllm_fleet import engine, engine_data, weights
@@ -16,6 +18,7 @@ from vllm_fleet.cards import Card, worst_link
 from vllm_fleet.engine_args import check_args
 from vllm_fleet.exam import Seen, Verdict, cards_wanted, examine, look, manageable
 from vllm_fleet.jsontext import parsed
+from vllm_fleet.model_options import given_options
 from vllm_fleet.placement import Decided, Placed, decide
 from vllm_fleet.sizing import (
     Choice,
@@ -31,8 +34,8 @@ from vllm_fleet.sizing import (
 )
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Rank
-from vllm_fleet.spec.spans import degrees, model_args
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model, Rank, Task
+from vllm_fleet.spec.spans import degrees
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -47,6 +50,9 @@ LINKS = {
     "NUMA": "numa",
     "SYS": "sys",
 }
+
+# What stamps of verified weights say, by their path and the host that has them.
+Stamps = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -116,17 +122,16 @@ class HostView:
 
 def survey(fleet: Fleet, states: Mapping[str, HostState], inputs: Inputs) -> dict[str, HostView]:
     """The view of every host that gave facts, in declared order."""
+    stamps = stamps_of(states)
     return {
-        spec.name: survey_host(spec, states[spec.name], states, inputs)
+        spec.name: survey_host(spec, states[spec.name], stamps, inputs)
         for spec in fleet.hosts
         if spec.name in states
     }
 
 
-def survey_host(
-    spec: HostSpec, state: HostState, states: Mapping[str, HostState], inputs: Inputs
-) -> HostView:
-    """One host; ``states`` of all, since weights on one tell what another will load."""
+def survey_host(spec: HostSpec, state: HostState, stamps: Stamps, inputs: Inputs) -> HostView:
+    """One host; ``stamps`` of all, since weights on one tell what another will load."""
     written = {
         name: placed.cards
         for (host, name), placed in inputs.placement.lines.items()
@@ -135,18 +140,20 @@ def survey_host(
     cardless = spec.settings.device == "cpu" or "gpu" not in spec.groups
     if cardless or not manageable(state):
         return HostView(spec, state, Seen(), examine(spec, state, {}, inputs), Decided())
-    seen = look(spec, state, cards_wanted(spec, written))
+    wanted = cards_wanted(spec, written)
+    seen = look(spec, state, wanted)
     uuids = {card.index: card.uuid for card in seen.cards}
     found = None if seen.problems else seen.groups
     decided = decide(spec, inputs.placement, found, uuids)
     placed = {name: one.cards for name, one in decided.lines.items()}
-    verdicts = examine(spec, state, placed, inputs)
     cards = cards_wanted(spec, placed)
+    verdicts = examine(spec, state, placed, inputs, seen if cards == wanted else None)
     sized = {}
+    known = seen.by_index
     for one in spec.instances:
-        its = [seen.by_index[i] for i in cards[one.name] if i in seen.by_index]
+        its = [known[i] for i in cards[one.name] if i in known]
         if its and len(its) == len(cards[one.name]):
-            sized[one.name] = fit(spec, one, its, _link(cards[one.name], seen), states, inputs)
+            sized[one.name] = fit(spec, one, its, _link(cards[one.name], seen), stamps, inputs)
     return HostView(spec, state, seen, verdicts, decided, cards, sized)
 
 
@@ -175,7 +182,7 @@ def fit(
     one: Instance,
     cards: Sequence[Card],
     link: str,
-    states: Mapping[str, HostState],
+    stamps: Stamps,
     inputs: Inputs,
 ) -> Sized:
     """Settings and memory of one instance on its cards.
@@ -187,7 +194,7 @@ def fit(
     if spec.settings.device != "cuda":
         return Sized(why_not="sizing knows NVIDIA cards only")
     try:
-        config, source = config_of(spec, one, states, inputs)
+        config, source = config_of(spec, one, stamps, inputs)
     except SizingError as error:
         return Sized(why_not=str(error))
     if config is None:
@@ -195,45 +202,82 @@ def fit(
             why_not="its config.json is not known here: `fleet plan --fetch-configs` fetches it "
             f"as {config_path(one.model, model)}"
         )
-    applied = source == config_path(one.model, model)
-    problem = architecture_problem(version, config, {**model.vllm_args, **one.vllm_args})
+    given, count = dict(given_options(one.model, model, one)), len(cards)
+    if isinstance(one, Rank) and one.span is not None:
+        # One server on the like cards of all its hosts.
+        try:
+            tensor, stages = degrees(one.span, len(one.hosts), count)
+        except ValueError as error:
+            return Sized(source, why_not=str(error), reasons=(str(error),))
+        given["tensor-parallel-size"], given["pipeline-parallel-size"] = tensor, stages
+        if one.span.data_parallel > 1:
+            given["data-parallel-size"] = one.span.data_parallel
+        count *= len(one.hosts)
+    sized = _fit(
+        json.dumps(config),
+        source,
+        source == config_path(one.model, model),
+        cards[0].name,
+        min((c.memory_mib or 0) for c in cards),
+        count,
+        link,
+        version,
+        model.max_model_len,
+        Traffic(**model.traffic.model_dump()),
+        model.repo,
+        model.task,
+        json.dumps(given),
+    )
+    if sized.sizing is None or not model.adapters:
+        return sized
+    return replace(sized, warnings=(*sized.warnings, *_adapters(model)))
+
+
+@lru_cache(maxsize=1024)  # most instances of a large fleet are like others
+def _fit(
+    config_text: str,
+    source: str,
+    applied: bool,
+    card: str,
+    card_mib: int,
+    count: int,
+    link: str,
+    version: str,
+    max_model_len: int | str,
+    traffic: Traffic,
+    repo: str,
+    task: Task,
+    given_text: str,
+) -> Sized:
+    """Settings and memory of an instance on so many cards of one kind."""
+    config, given = json.loads(config_text), json.loads(given_text)
+    problem = architecture_problem(version, config, given)
     if problem:
         return Sized(source, why_not=problem, reasons=(problem,) if applied else ())
-    given = {**model_args(model, one), **one.vllm_args}
-    split = one.span is not None or {"tensor-parallel-size", "tensor_parallel_size"} & set(given)
-    if not link and applied and not split:
+    if not link and applied and not {"tensor-parallel-size", "tensor_parallel_size"} & set(given):
         # Guessing would give other settings, and a restart, whenever one look at a host fails.
         unknown = (
             "how its cards are linked is not known, and its settings follow from that: see what "
             "`nvidia-smi topo -m` says on the host, or set tensor-parallel-size in vllm_args"
         )
         return Sized(source, why_not=unknown, reasons=(unknown,))
-    least = min((c.memory_mib or 0) for c in cards)
     try:
-        gpu = gpu_from_smi(cards[0].name, least)
+        gpu = gpu_from_smi(card, card_mib)
         own = engine.options(given)
-        if isinstance(model.max_model_len, int):
-            own.setdefault("max-model-len", model.max_model_len)
-        count = len(cards)
-        if isinstance(one, Rank) and one.span is not None:
-            # One server on the like cards of all its hosts.
-            count *= len(one.hosts)
-            tensor, stages = degrees(one.span, len(one.hosts), len(cards))
-            own["tensor-parallel-size"], own["pipeline-parallel-size"] = tensor, stages
-            if one.span.data_parallel > 1:
-                own["data-parallel-size"] = one.span.data_parallel
+        if isinstance(max_model_len, int):
+            own.setdefault("max-model-len", max_model_len)
         choices = choose(
             config,
             gpu,
             count,
             links=link or "sys",
-            traffic=Traffic(**model.traffic.model_dump()),
-            repo=model.repo,
+            traffic=traffic,
+            repo=repo,
             vllm_version=version,
-            task=model.task,
+            task=task,
             given=own,
         )
-        sizing = choices.sizing if applied else _as_is(config, gpu, count, version, own, model.task)
+        sizing = choices.sizing if applied else _as_is(config, gpu, count, version, own, task)
     except SizingError as error:
         refused = applied and isinstance(error, RefusedError)
         return Sized(source, why_not=str(error), reasons=(str(error),) if refused else ())
@@ -254,8 +298,25 @@ def fit(
     )
 
 
+def stamps_of(states: Mapping[str, HostState]) -> Stamps:
+    """The stamps of weights that are whole and have their config.json, by path and host."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, state in states.items():
+        for path, stamp in state.weights.items():
+            if stamp.get("intact") and stamp.get("config"):
+                found.setdefault(path, {})[name] = stamp
+    return found
+
+
+def _adapters(model: Model) -> tuple[str, ...]:
+    """What the figures leave out."""
+    count = len(model.adapters)
+    named = f"{count} LoRA adapter{'s' if count > 1 else ''}"
+    return (f"memory of its {named} is not in these figures: leave some of each card free",)
+
+
 def config_of(
-    spec: HostSpec, one: Instance, states: Mapping[str, HostState], inputs: Inputs
+    spec: HostSpec, one: Instance, stamps: Stamps, inputs: Inputs
 ) -> tuple[dict[str, Any] | None, str]:
     """config.json of an instance's model and where it is from: beside group_vars, or a host."""
     model = spec.settings.models[one.model]
@@ -263,11 +324,9 @@ def config_of(
     if path in inputs.configs:
         return dict(inputs.configs[path]), path
     stamp = weights.wanted(one.model, model)
-    order = [spec.name, *(name for name in states if name != spec.name)]
-    for name in order:
-        found = states[name].weights.get(stamp.stamp) if name in states else None
-        if not found or not found.get("intact") or not found.get("config"):
-            continue
+    there = stamps.get(stamp.stamp, {})
+    for name in sorted(there, key=lambda name: name != spec.name):  # its own host's first
+        found = there[name]
         if any(found.get(key) != value for key, value in stamp.identity.items()):
             continue
         return merged_config(found["config"], found.get("quant"), f"{name}:{stamp.directory}"), (

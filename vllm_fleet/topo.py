@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 
 from vllm_fleet.smi import ANSI, CardsError, Vendor, complaint
@@ -26,6 +27,8 @@ class Topology:
     cpus: Mapping[int, str]  # CPU affinity as printed, such as "0-55,112-167"
     nics: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    # By card and RDMA device (mlx5_0; NIC0 where no legend tells): PIX, PXB, PHB, NODE, SYS.
+    to_nics: Mapping[tuple[int, str], str] = field(default_factory=dict)
 
     def link(self, first: int, second: int) -> str | None:
         """Link of two cards; None where it is not known."""
@@ -36,6 +39,7 @@ class Topology:
         return tuple(p for p in combinations(self.cards, 2) if p not in self.links)
 
 
+@lru_cache(maxsize=256)  # hosts of one kind print the same
 def parse_topo(text: str) -> Topology:
     """Read ``nvidia-smi topo -m`` or ``rocm-smi --showtopo``; CardsError where it is neither."""
     clean = ANSI.sub("", text).replace("\r\n", "\n")
@@ -56,7 +60,8 @@ def parse_topo(text: str) -> Topology:
         raise CardsError(
             f"this is the peer-to-peer matrix (topo -p2p), not that of links; run {COMMAND}"
         )
-    return _nvidia(header, rows)
+    devices = dict(re.findall(r"^\s*(NIC\d+)\s*:\s*(\S+)", clean, re.M))
+    return _nvidia(header, rows, devices)
 
 
 def parse_p2p(text: str) -> dict[Pair, str]:
@@ -103,7 +108,7 @@ def _is_header(line: str) -> bool:
     return len(names) > 1 or (len(names) == 1 and "Affinity" in line)
 
 
-def _nvidia(header: str | None, rows: list[str]) -> Topology:
+def _nvidia(header: str | None, rows: list[str], devices: Mapping[str, str]) -> Topology:
     warnings: list[str] = []
     read = {}
     for row in rows:
@@ -162,7 +167,12 @@ def _nvidia(header: str | None, rows: list[str]) -> Topology:
     if missing or cut:
         names = ", ".join(f"GPU{i}" for i in [*missing, *cut])
         warnings.append(f"the matrix is cut off: the rows of {names} are missing or incomplete")
-    return Topology("nvidia", tuple(columns), links, numa, cpus, nics, tuple(warnings))
+    to_nics = {
+        (index, devices.get(nic, nic)): word
+        for index, (words, _) in read.items()
+        for nic, word in zip(nics, words[len(columns) :], strict=False)
+    }
+    return Topology("nvidia", tuple(columns), links, numa, cpus, nics, tuple(warnings), to_nics)
 
 
 def _links(row: str) -> tuple[list[str], str]:

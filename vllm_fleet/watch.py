@@ -6,11 +6,11 @@ the time of the last round tells when one does not run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import resources
 
-from vllm_fleet import gateway, paths, weights
+from vllm_fleet import gateway, jsontext, paths, weights
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.render import render
@@ -49,7 +49,7 @@ def probe_files(
     }
     return [
         _script("probe"),
-        ManagedFile(f"{paths.ETC}/probe.json", json.dumps(order, indent=1) + "\n"),
+        ManagedFile(f"{paths.ETC}/probe.json", jsontext.lines(order)),
         *_timer(
             PROBE,
             "Ask every vLLM instance of this host for one token",
@@ -79,7 +79,7 @@ def host_files(spec: HostSpec, instances: Sequence[PlannedInstance]) -> list[Man
     }
     return [
         _script("hostwatch"),
-        ManagedFile(f"{paths.ETC}/hostwatch.json", json.dumps(order, indent=1) + "\n"),
+        ManagedFile(f"{paths.ETC}/hostwatch.json", jsontext.lines(order)),
         *_timer(
             HOSTWATCH,
             "Metrics of cards, kernel log and certificates of this host",
@@ -133,6 +133,7 @@ def _certificates(spec: HostSpec) -> list[str]:
     return [gateway.certificate_file(tls)] if tls else []
 
 
+@cache
 def _script(name: str) -> ManagedFile:
     source = resources.files("vllm_fleet.onhost").joinpath(f"{name}.py").read_text(encoding="utf-8")
     return ManagedFile(f"{paths.LIB}/{name}.py", f"# {paths.MARK}\n{source}")

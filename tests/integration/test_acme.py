@@ -102,7 +102,7 @@ def served(port: int) -> x509.Certificate:
 
 
 def commands(operation: Any, plan: HostPlan) -> list[str]:
-    return list(operation._inner(plan))
+    return [command.get_raw_value() for command in operation._inner(plan)]
 
 
 def test_from_the_stand_in_to_a_renewed_certificate(authority: Authority, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -11,21 +10,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
-from tests.systemd_env import read_env_file
+from tests.integration.one_engine import ARGS, START_SECONDS, Server, started
 from tests.testbed import tiny_models
-from vllm_fleet import instance, paths
-from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.spec.model import Model
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 300
 LONG_ANSWER = tiny_models.CONTEXT - 200  # tokens: takes seconds on any machine
 
 
@@ -43,59 +37,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@dataclass
-class Server:
-    """One started instance."""
-
-    process: subprocess.Popen[bytes]
-    env: dict[str, str]
-    run: Path
-    state: Path
-    lib: Path
-    log: Path
-
-    @property
-    def port(self) -> int:
-        return int(self.env["FLEET_PORT"])
-
-    def script(self, name: str, *arguments: str) -> subprocess.Popen[str]:
-        """One of our scripts, as the unit runs it."""
-        return subprocess.Popen(
-            ["/usr/bin/python3", "-I", str(self.lib / f"{name}.py"), *arguments],
-            env={**self.env, "MAINPID": str(self.process.pid)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def ask(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, dict[str, str], str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        content = None if body is None else json.dumps(body)
-        sent = {"Content-Type": "application/json", **(headers or {})}
-        connection.request(method, path, content, sent)
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        return response.status, {k.lower(): v for k, v in response.getheaders()}, text
-
-    def ready(self) -> tuple[int, dict[str, object]]:
-        status, _, text = self.ask("GET", "/fleet/ready")
-        return status, json.loads(text)
-
-    def wait_for_http(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                self.ready()
-                return
-            except OSError:
-                time.sleep(0.2)
-        pytest.fail(f"not up after {START_SECONDS} s: {self.log.read_text()[-3000:]}")
-
-
 def chat(tokens: int = 4, **more: object) -> dict[str, object]:
     messages = [{"role": "user", "content": "hello"}]
     return {"model": "tiny", "messages": messages, "max_tokens": tokens, **more}
@@ -106,70 +47,17 @@ def server(
     venv: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Server]:
     """The instance as files() makes it, below a folder of the test, started but not warm."""
-    for name in ("OPT", "RELEASES", "LIB", "ETC", "RUN", "STATE"):
-        folder = tmp_path / name.lower()
-        folder.mkdir()
-        monkeypatch.setattr(paths, name, str(folder))
-    monkeypatch.setattr(paths, "USER", "root")
-    (tmp_path / "releases" / "cpu").symlink_to(venv)
-    (tmp_path / "run" / "tiny").mkdir()
-    (tmp_path / "state" / "tiny").mkdir()
+    model = Model(
+        source="path", repo=str(weights), max_model_len=tiny_models.CONTEXT, aliases=("small",)
+    )
     args: dict[str, object] = {
-        "enforce-eager": True,
+        **ARGS,
         "enable-auto-tool-choice": True,
         "tool-call-parser": "hermes",
-        "max-num-seqs": 8,
-        "dtype": "bfloat16",
     }
-    planned = PlannedInstance(
-        host="here",
-        address="127.0.0.1",
-        name="tiny",
-        model_name="tiny",
-        model=Model(
-            source="path",
-            repo=str(weights),
-            max_model_len=tiny_models.CONTEXT,
-            aliases=("small",),
-        ),
-        port=free_port(),
-        device="cpu",
-        cards=(),
-        uuids=(),
-        release="cpu",
-        vllm_version="0.32.0",
-        weights=str(weights),
-        args=args,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "X": 'a "$b" \\ c'},
-        start_seconds=START_SECONDS,
-        drain_seconds=300,
-    )
-    env_file, script = tmp_path / "etc" / "tiny.env", tmp_path / "etc" / "tiny.sh"
-    for file in instance.files(planned) + instance.host_files("cpu"):
-        if file.path.startswith(str(tmp_path)):
-            Path(file.path).write_text(file.content)
-            Path(file.path).chmod(file.mode)
-    env = read_env_file(env_file)
-    assert env["X"] == planned.env["X"]
-    env |= {"FLEET_START_SECONDS": str(START_SECONDS), "FLEET_DRAIN_SECONDS": "300"}
-    lib = tmp_path / "lib"
-    subprocess.run(
-        ["/usr/bin/python3", "-I", str(lib / "before_start.py")], env=env, check=True, timeout=60
-    )
-    log = tmp_path / "vllm.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(script)], env=env, stdout=output, stderr=output, start_new_session=True
-        )
-    state = tmp_path / "state" / "tiny"
-    started = Server(process, env, tmp_path / "run" / "tiny", state, lib, log)
-    assert (state / "running").read_text().strip() == instance.running_checksum(planned)
-    try:
-        yield started
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+    with started(venv, tmp_path, monkeypatch, model, args, {"X": 'a "$b" \\ c'}) as server:
+        assert server.env["X"] == 'a "$b" \\ c'
+        yield server
 
 
 def stream(server: Server, tokens: int, lines: list[bytes], head: threading.Event) -> None:

@@ -33,7 +33,19 @@ from tests.stubs.answers import VECTOR
 from tests.stubs.engine import Engine
 from tests.stubs.gateway import Nginx, available
 from tests.unit.gateway.fleet import pool
-from vllm_fleet.spec.model import ApiKey
+from vllm_fleet import clients
+from vllm_fleet.clients import Snippet, page
+from vllm_fleet.spec.model import (
+    ApiKey,
+    ApiKeys,
+    Fleet,
+    Gateway,
+    HostSettings,
+    HostSpec,
+    Instance,
+    Model,
+    Task,
+)
 
 pytestmark = [
     pytest.mark.integration,
@@ -259,6 +271,52 @@ def test_curl_sends_a_large_body(gateway: Nginx, header: str) -> None:
     code, status, text = curl(gateway, "/v1/chat/completions", "-H", header, data=body)
     assert (code, status) == (0, 200)
     assert json.loads(text)["body_bytes"] == len(body)
+
+
+# What `fleet status --clients` prints, run as it stands there, with a key put in
+
+
+def snippets(gateway: Nginx) -> dict[str, Snippet]:
+    """What the client page of this gateway says where its model chats, and where it embeds."""
+    found: dict[str, Snippet] = {}
+    tasks: tuple[Task, ...] = ("embed", "chat")
+    for task in tasks:
+        settings = HostSettings(
+            gateway=Gateway(listen=gateway.port),
+            api_keys=ApiKeys(file="keys.yml"),
+            models={MODEL: Model(repo="a/b", task=task, aliases=(ALIAS,))},
+            instances=(Instance(name="a", hosts=("gw",), model=MODEL, port=8001),),
+        )
+        host = HostSpec(
+            name="gw", groups=("gateway", "gpu"), address="127.0.0.1", settings=settings
+        )
+        shown = page(Fleet(inventory="i.py", root="/", hosts=(host,)))
+        found |= {one.client: one for one in shown.snippets}
+    return found
+
+
+SNIPPETS = {
+    "curl": ("", f'"content": "{TEXT}"'),
+    "openai-python": ("current", STREAMED),
+    "LangChain": ("current", TEXT),
+    "anthropic-python": ("current", TEXT),
+    "curl, embeddings": ("", '"embedding"'),
+    "LangChain, embeddings": ("current", str(len(VECTOR))),
+}
+
+
+def test_every_snippet_that_is_called_tested_is_run_here(gateway: Nginx) -> None:
+    assert {s.client for s in snippets(gateway).values() if s.tested} == set(SNIPPETS)
+
+
+@pytest.mark.parametrize("client", SNIPPETS)
+def test_a_snippet_of_the_client_page_works_as_it_stands(gateway: Nginx, client: str) -> None:
+    environment, wanted = SNIPPETS[client]
+    text = snippets(gateway)[client].text.replace(clients.KEY, KEY)
+    program = [python_of(environment), "-c", text] if environment else ["sh", "-c", text]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert wanted.replace(" ", "") in done.stdout.replace(" ", "")
 
 
 def test_no_key_of_a_client_is_logged(gateway: Nginx, outcomes: dict[str, dict[str, Any]]) -> None:

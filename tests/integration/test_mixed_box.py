@@ -20,37 +20,18 @@ import pytest
 import yaml
 
 from tests.integration.operators import Operator
+from tests.stubs import nvidia_smi
 from tests.testbed import standin_wheel
 from tests.testbed.bed import Bed
 from tests.testbed.hosts import Host, HostSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-NVIDIA_SMI = """\
-#!/usr/bin/python3
-import sys
-names = ["NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"]
-cards = [{
-    "index": str(n), "uuid": f"GPU-{n}", "name": name, "pci.bus_id": f"00000000:0{n + 1}:00.0",
-    "memory.total": "81920 MiB" if n == 0 else "24564 MiB", "memory.used": "1 MiB",
-    "compute_cap": "8.0" if n == 0 else "8.9", "driver_version": "580.95.05",
-    "mig.mode.current": "Disabled" if n == 0 else "[N/A]", "persistence_mode": "Enabled",
-} for n, name in enumerate(names)]
-for word in sys.argv[1:]:
-    if word.startswith("--query-gpu="):
-        fields = word.split("=", 1)[1].split(",")
-        if not any("noheader" in each for each in sys.argv):
-            print(", ".join(fields))
-        for card in cards:
-            print(", ".join(card.get(field, "[N/A]") for field in fields))
-    elif word.startswith("--query-compute-apps=") and "noheader" not in sys.argv[-1]:
-        print("gpu_uuid, pid, process_name, used_gpu_memory [MiB]")
-if sys.argv[1:3] == ["topo", "-m"]:
-    print("\\tGPU0\\tGPU1\\tGPU2\\tCPU Affinity\\tNUMA Affinity")
-    for n in range(3):
-        links = [" X " if n == m else "PHB" for m in range(3)]
-        print("\\t".join([f"GPU{n}", *links, "0-15", "0"]))
-"""
+CARDS = [
+    {**nvidia_smi.card(0, "NVIDIA A100 80GB PCIe", 81920, "8.0"), "mig.mode.current": "Disabled"},
+    nvidia_smi.card(1, "NVIDIA GeForce RTX 4090", 24564, "8.9"),
+    nvidia_smi.card(2, "NVIDIA GeForce RTX 4090", 24564, "8.9"),
+]
 LONG, SHORT = 16384, 2048  # tokens of context
 AT_ONCE = 4  # max-num-seqs: the gateway gives an instance 5 at once
 
@@ -161,7 +142,9 @@ def deployed(bed: Bed, host: Host, folder: Path, wheel: Path) -> Box:
     values["package_index"]["find_links"].append("/srv/standin/")
     values.pop("api_keys"), values.pop("monitoring")
     (operator.root / "group_vars" / "box.yml").write_text(yaml.safe_dump(values))
-    host.sh("cat >/usr/bin/nvidia-smi; chmod 755 /usr/bin/nvidia-smi", stdin=NVIDIA_SMI)
+    host.sh(
+        "cat >/usr/bin/nvidia-smi; chmod 755 /usr/bin/nvidia-smi", stdin=nvidia_smi.script(CARDS)
+    )
     host.sh("touch /dev/nvidia-uvm")  # else no start: CUDA would see no card
     done = operator.deploy(inventory="box")
     assert done.returncode == 0, done.stdout

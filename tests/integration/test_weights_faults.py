@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -456,3 +458,58 @@ def test_a_flipped_byte_that_no_stamp_shows_is_found_named_and_repaired(host: Fl
     assert {name for name, sent in host.sent(asked).items() if sent} == {SHARD}
     assert same(host)
     assert subprocess.run(argv, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def spacious(tmp_path: Path) -> Iterator[Path]:
+    """A folder for gigabytes: gone after the test, where pytest keeps those of three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_one_byte_anywhere_in_two_gigabytes_is_found_named_and_repaired_alone(
+    spacious: Path,
+) -> None:
+    """2 GiB in 16 shards; each time one bit is flipped, and size and time stay as stamped."""
+    root = spacious / "hub"
+    tiny_models.make(root / REPO, "qwen3", pad_mib=2048, shards=16)
+    (spacious / "host").mkdir()
+    dice = random.Random(5)
+    with hub.running(root) as endpoint:
+        host = Fleet(spacious / "host", root, endpoint)
+        code, output = host.fetch()
+        assert code == 0, output
+        files = sorted(path.name for path in (root / REPO).iterdir())
+        shards = [name for name in files if name.endswith(".safetensors")]
+        size = {name: (host.final / name).stat().st_size for name in files}
+        assert sum(size.values()) > 2 << 30
+        assert len(shards) == 16
+        places = [
+            (shards[0], 0),  # the first byte of all
+            (shards[-1], size[shards[-1]] - 1),  # the last one
+            (shards[7], dice.randrange(size[shards[7]])),
+            ("tokenizer.json", dice.randrange(size["tokenizer.json"])),
+        ]
+        argv = [sys.executable, str(SCRIPT), "verify", "--models", str(host.root / "models")]
+        for name, place in places:
+            path = host.final / name
+            status = path.stat()
+            with path.open("r+b") as file:
+                file.seek(place)
+                byte = file.read(1)[0]
+                file.seek(place)
+                file.write(bytes([byte ^ 1 << dice.randrange(8)]))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+            done = subprocess.run(argv, capture_output=True, text=True)
+            assert done.returncode == 1
+            assert f"{path}: sha256" in done.stderr
+            assert "1 bad" in done.stdout
+            asked = len(host.asked())
+            code, output = host.fetch()
+            assert code == 0, output
+            assert host.sent(asked) == {name: size[name]}
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "0 bad" in done.stdout

@@ -27,7 +27,7 @@ BASE_PACKAGES = [
 DEPLOY_PACKAGES = [
     *("python3-venv", "python3-dev", "gcc", "g++", "ninja-build", "libnuma1"),
     *("nginx-light", "libnginx-mod-http-lua", "lua-cjson"),
-    *("prometheus", "prometheus-node-exporter"),
+    *("prometheus", "prometheus-node-exporter", "prometheus-alertmanager"),
     *("logrotate", "unattended-upgrades", "needrestart", "rsync", "jq"),
 ]
 

@@ -30,6 +30,7 @@ _MAX_NAME = 12  # its link vb-NAME must fit the kernel's 15 characters
 # - cgroup2 alone is mounted, so that the host is pure v2 whatever the outer machine is.
 # - An own cgroup, else all hosts would share one, and none could be frozen or killed alone.
 # - 133 is how nspawn says that the host asked for a reboot (with --keep-unit).
+# - adjtimex: the node exporter reads the clock's state; without CAP_SYS_TIME nobody sets it.
 _BOOT = r"""
 dir=$1 base=$2 cgroup=$3 name=$4; shift 4
 mkdir -p /run/systemd/nspawn
@@ -41,7 +42,8 @@ mount -t overlay overlay -o "lowerdir=$base,upperdir=$dir/u,workdir=$dir/w" "$di
 while :; do
     rc=0
     systemd-nspawn -q -D "$dir/m" --machine="$name" --boot --keep-unit --register=no \
-        --resolv-conf=off --timezone=off --link-journal=no --console=read-only "$@" || rc=$?
+        --resolv-conf=off --timezone=off --link-journal=no --console=read-only \
+        --system-call-filter="adjtimex clock_adjtime" "$@" || rc=$?
     echo "nspawn ended: $rc"
     [ "$rc" = 133 ] || exit "$rc"
 done

@@ -220,7 +220,11 @@ class _Handler(BaseHTTPRequestHandler):
             if one["Type"] == "tree":
                 entries.append({"type": "directory", "path": one["Path"], "size": 0, "oid": "0"})
                 continue
-            data = (directory / one["Path"]).read_bytes()
+            if _large(one["Path"]):  # in git there is a pointer to it
+                data = b"version https://git-lfs.github.com/spec/v1\n"
+                data += f"oid sha256:{one['Sha256']}\nsize {one['Size']}\n".encode()
+            else:
+                data = (directory / one["Path"]).read_bytes()
             git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
             entry = {"type": "file", "path": one["Path"], "size": one["Size"], "oid": git}
             if _large(one["Path"]):

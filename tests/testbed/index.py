@@ -74,8 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, folder: Path, times: Mapping[str, str]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, folder: Path, times: Mapping[str, str], address: str) -> None:
+        super().__init__((address, 0), _Handler)
         self.folder, self.times = folder, times
 
     def server_bind(self) -> None:
@@ -85,16 +85,16 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def running(folder: Path, times: Mapping[str, str]) -> Iterator[str]:
+def running(folder: Path, times: Mapping[str, str], address: str = "127.0.0.1") -> Iterator[str]:
     """Serve a folder from a thread of this process; the address above json/ and html/.
 
     ``times`` may be changed while it runs.
     """
-    server = _Server(folder, times)
+    server = _Server(folder, times, address)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{address}:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

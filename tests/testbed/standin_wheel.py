@@ -13,9 +13,10 @@ import re
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from vllm_fleet import metrics
+from vllm_fleet import engine_data
+from vllm_fleet.spec.model import BETWEEN_TOKENS_BOUNDS, FIRST_TOKEN_BOUNDS
 
 PACKAGE = "vllm-standin"
 SOURCE = Path(__file__).parent / "standin"
@@ -45,6 +46,20 @@ class AsyncEngineArgs:
     def create_engine_config(self): pass
 """,
 }
+# Labels beside model and engine, and the bounds of histograms, as a real server has them.
+LABELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm:request_success_total": {"finished_reason": ("stop", "length", "abort", "error")},
+    "vllm:num_requests_waiting_by_reason": {"reason": ("capacity", "deferred")},
+    "vllm:admission_rejections_total": {"reason": ("max_num_queued_reqs", "max_num_queued_tokens")},
+}
+SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
+BOUNDS = {
+    "vllm:time_to_first_token_seconds": FIRST_TOKEN_BOUNDS,
+    "vllm:inter_token_latency_seconds": BETWEEN_TOKENS_BOUNDS,
+}
+OF_THE_SERVER = ("vllm:admission_rejections_total",)  # not of one of its engines
+PROCESS = ("process_start_time_seconds", "process_resident_memory_bytes")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal input gives equal bytes
 
 
@@ -66,7 +81,7 @@ def build(folder: Path, version: str, behaviour: Behaviour | None = None) -> Pat
     """The wheel of a version, in ``folder``."""
     packed = {
         "version": version,
-        "metrics": sorted(n for n in metrics.series(_known(version)) if n.startswith("vllm:")),
+        "metrics": exported(version),
         **asdict(behaviour or Behaviour()),
     }
     info = f"vllm_standin-{version}.dist-info"
@@ -112,13 +127,24 @@ def lock(wheel: Path, engine_lock: str) -> str:
     return "".join(parts)
 
 
-def _known(version: str) -> str:
-    """The newest version up to this one whose metrics are known."""
+def source_digest() -> str:
+    """Names the stand-in as it stands here: two of one version may differ."""
+    parts = (SOURCE / "server.py", Path(__file__))
+    return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:12]
 
-    def order(text: str) -> list[int]:
-        return [int(part) for part in text.split(".")]
 
-    return max((v for v in metrics.versions() if order(v) <= order(version)), key=order)
+def exported(version: str) -> dict[str, dict[str, Any]]:
+    """Every metric of vLLM that a version exports: kind, labels of its own, bounds."""
+    return {
+        name: {
+            "kind": kind,
+            "engine": name not in OF_THE_SERVER,
+            "labels": LABELS.get(name, {}),
+            "bounds": BOUNDS.get(name, SECONDS if name.endswith("_seconds") else TOKENS),
+        }
+        for name, kind in engine_data.nearest(version).metrics.items()
+        if (name.startswith("vllm:") and not name.endswith("_created")) or name in PROCESS
+    }
 
 
 def _digest(text: str) -> str:

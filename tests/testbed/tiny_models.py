@@ -121,6 +121,37 @@ def make(directory: Path, kind: Kind, *, seed: int = 1, shards: int = 3, pad_mib
     return directory
 
 
+def make_adapter(directory: Path, kind: Kind, *, rank: int = 8, seed: int = 1) -> Path:
+    """Write a LoRA adapter for a model of this kind, strong enough to change every answer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    modules = ("q_proj", "v_proj")
+    shapes = {name: shape for name, (shape, _) in tensors(kind).items()}
+    wanted: dict[str, tuple[tuple[int, ...], str]] = {}
+    for layer in range(LAYERS):
+        for module in modules:
+            at = f"model.layers.{layer}.self_attn.{module}"
+            rows, columns = shapes[f"{at}.weight"]
+            wanted[f"base_model.model.{at}.lora_A.weight"] = (rank, columns), "head"
+            wanted[f"base_model.model.{at}.lora_B.weight"] = (rows, rank), "head"
+    _write_safetensors(
+        directory / "adapter_model.safetensors", wanted, list(wanted), random.Random(f"lora-{seed}")
+    )
+    _json(
+        directory / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": 8 * rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": list(modules),
+            "base_model_name_or_path": kind,
+        },
+    )
+    return directory
+
+
 def tensors(kind: Kind) -> dict[str, tuple[tuple[int, ...], str]]:
     """Every tensor of an architecture: name to (shape, "norm" | "bias" | "head" | "weight")."""
     wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
@@ -164,30 +195,40 @@ def _write_weights(
     for number in range(shards):
         name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         chosen = names[number * per_shard : (number + 1) * per_shard] + padding[number::shards]
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in chosen:
-            shape = wanted[tensor][0]
-            size = 2 * _count(shape)
-            header[tensor] = {
-                "dtype": "BF16",
-                "shape": list(shape),
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-            where[tensor] = name
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (directory / name).open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for tensor in chosen:
-                shape, what = wanted[tensor]
-                file.write(_bfloat16(rng, _count(shape), what))
-        total += offset
+        total += _write_safetensors(directory / name, wanted, chosen, rng)
+        where |= dict.fromkeys(chosen, name)
     _json(
         directory / "model.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": where},
     )
+
+
+def _write_safetensors(
+    path: Path,
+    wanted: dict[str, tuple[tuple[int, ...], str]],
+    chosen: list[str],
+    rng: random.Random,
+) -> int:
+    """Write some of the tensors as one file; the bytes of their data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in chosen:
+        shape = wanted[tensor][0]
+        size = 2 * _count(shape)
+        header[tensor] = {
+            "dtype": "BF16",
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in chosen:
+            shape, what = wanted[tensor]
+            file.write(_bfloat16(rng, _count(shape), what))
+    return offset
 
 
 def _count(shape: tuple[int, ...]) -> int:

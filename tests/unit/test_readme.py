@@ -28,7 +28,7 @@ OPERATIONS, DECISIONS, CHANGELOG = "docs/operations.md", "docs/decisions.md", "C
 PAGES = (README, CHINESE, OPERATIONS, DECISIONS, CHANGELOG)
 # Of the operator's or the host's system; the first words of what a page may show besides ours.
 SYSTEM = {"cd", "curl", "git", "grep", "journalctl", "nano", "nginx", "python3", "ssh", "systemctl"}
-SYSTEM |= {"systemd-analyze", "promtool"}
+SYSTEM |= {"systemd-analyze", "promtool", "torchrun"}
 # Places of ours on a host; what else begins with "/" is the path of an address.
 ON_HOST = (
     *(paths.OPT, paths.ETC, paths.RUN, paths.STATE),

@@ -19,6 +19,7 @@ NAMED = "{{host}}/{{instance}}"
 EACH = "pool, host, instance"
 NODE = 'host=~"$host"'
 GATEWAY = 'pool=~"$pool",gateway=~"$gateway"'
+POOL = 'pool=~"$pool"'
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ def quantiles(metric: str, of: str, by: str, legend: str) -> tuple[tuple[str, st
     )
 
 
+def by_version(metric: str) -> tuple[tuple[str, str], ...]:
+    """95th of a hundred of one of vLLM's histograms, by what the instance ran at that time."""
+    return (
+        (
+            "histogram_quantile(0.95, sum by (pool, vllm_version, le)"
+            f" (rate(vllm:{metric}_bucket{{{POOL}}}{RATE})"
+            " * on (host, instance) group_left (vllm_version)"
+            ' vllm_fleet_instance_info{job="node"}))',
+            "{{pool}} {{vllm_version}} p95",
+        ),
+    )
+
+
 def gateway_quantiles(metric: str, of: str) -> tuple[tuple[str, str], ...]:
     """The same of one of the gateway's."""
     series = f"vllm_fleet_gateway_{metric}_bucket"
@@ -94,7 +108,7 @@ def rate(metric: str, by: str, of: str, legend: str) -> tuple[tuple[str, str], .
 
 def events(metric: str, by: str, of: str, legend: str) -> tuple[tuple[str, str], ...]:
     """The same of a counter that begins with its first event."""
-    return ((f"sum by ({by}) (rate({metric}{{{of}}}{RATE})) or vector(0)", legend),)
+    return ((f"sum by ({by}) (rate({metric}{{{of}}}{RATE})) or on() vector(0)", legend),)
 
 
 def failing(by: str, of: str, legend: str) -> tuple[tuple[str, str], ...]:
@@ -109,7 +123,6 @@ def failing(by: str, of: str, legend: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-POOL = 'pool=~"$pool"'
 READY = Panel(
     "Instances ready",
     (
@@ -127,7 +140,7 @@ READY = Panel(
 )
 FIRING = Panel(
     "Alerts firing",
-    (('count(ALERTS{alertstate="firing",severity!="none"}) or vector(0)', "firing"),),
+    (('count(ALERTS{alertstate="firing",severity!="none"}) or on() vector(0)', "firing"),),
     kind="stat",
     width=6,
     red_from=1,
@@ -170,7 +183,7 @@ FLEET = Board(
                 FIRING,
                 Panel(
                     "Hosts away",
-                    (('count(up{job="node"} == 0) or vector(0)', "away"),),
+                    (('count(up{job="node",host!=""} == 0) or on() vector(0)', "away"),),
                     kind="stat",
                     width=6,
                     red_from=1,
@@ -529,6 +542,12 @@ INSTANCES = Board(
                     alert="InstanceStartsLong",
                 ),
                 Panel(
+                    "Weights, compiling and CUDA graphs of it",
+                    ((f"vllm_fleet_instance_start_part_seconds{{{OF}}}", NAMED + " {{part}}"),),
+                    unit="s",
+                    stacked=True,
+                ),
+                Panel(
                     "State of the unit",
                     (
                         (
@@ -559,7 +578,7 @@ CARDS = Board(
             (
                 Panel(
                     "Cards lost",
-                    (("count(vllm_fleet_card_present == 0) or vector(0)", "lost"),),
+                    (("count(vllm_fleet_card_present == 0) or on() vector(0)", "lost"),),
                     kind="stat",
                     width=6,
                     red_from=1,
@@ -570,7 +589,7 @@ CARDS = Board(
                     (
                         (
                             'count(time() - vllm_fleet_xid_time_seconds{action!="none"} < 3600)'
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "kinds",
                         ),
                     ),
@@ -583,7 +602,8 @@ CARDS = Board(
                     "Uncorrectable errors of memory",
                     (
                         (
-                            f"sum(vllm_fleet_card_ecc_uncorrected_total{{{CARD}}}) or vector(0)",
+                            f"sum(vllm_fleet_card_ecc_uncorrected_total{{{CARD}}})"
+                            " or on() vector(0)",
                             "since boot",
                         ),
                     ),
@@ -597,7 +617,7 @@ CARDS = Board(
                     (
                         (
                             f"count(max by (host, card) (vllm_fleet_card_throttled{{{CARD}}}) == 1)"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "slow",
                         ),
                     ),
@@ -653,7 +673,7 @@ CARDS = Board(
                     (
                         (
                             f"sum by (host, card) (vllm_fleet_card_nvlinks_active{{{CARD}}})"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             CARD_NAMED,
                         ),
                     ),
@@ -802,7 +822,7 @@ GATEWAYS = Board(
                     (
                         (
                             "min by (host) (vllm_fleet_certificate_expires_time_seconds) - time()"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "{{host}}",
                         ),
                     ),
@@ -829,7 +849,7 @@ UPGRADE = Board(
                     (
                         (
                             "max by (pool) (vllm_fleet_change_until_seconds) > bool time()"
-                            " or vector(0)",
+                            " or on() vector(0)",
                             "{{pool}}",
                         ),
                     ),
@@ -848,7 +868,9 @@ UPGRADE = Board(
                     "Instances answering, by version",
                     (
                         (
-                            f'count by (pool, vllm_version) (up{{job="vllm",{POOL}}} == 1)',
+                            "count by (pool, vllm_version)"
+                            f" (vllm_fleet_instance_info{{{POOL}}}"
+                            ' and on (host, instance) up{job="vllm"} == 1)',
                             "{{pool}} {{vllm_version}}",
                         ),
                     ),
@@ -890,22 +912,12 @@ UPGRADE = Board(
                 ),
                 Panel(
                     "Time to first token, by version",
-                    quantiles(
-                        "time_to_first_token_seconds",
-                        POOL,
-                        "pool, vllm_version",
-                        "{{pool}} {{vllm_version}}",
-                    )[1:2],
+                    by_version("time_to_first_token_seconds"),
                     unit="s",
                 ),
                 Panel(
                     "Between tokens, by version",
-                    quantiles(
-                        "inter_token_latency_seconds",
-                        POOL,
-                        "pool, vllm_version",
-                        "{{pool}} {{vllm_version}}",
-                    )[1:2],
+                    by_version("inter_token_latency_seconds"),
                     unit="s",
                 ),
                 Panel(
@@ -914,6 +926,18 @@ UPGRADE = Board(
                     unit="s",
                     stacked=True,
                     alert="InstanceStartsLong",
+                ),
+                Panel(
+                    "The last change took",
+                    (
+                        (
+                            f"vllm_fleet_change_seconds{{{POOL}}} or on() vector(0)",
+                            NAMED,
+                        ),
+                    ),
+                    unit="s",
+                    text="Out of the pool until back in it, by upgrade.py, rollback.py or a "
+                    "deploy; 0 before the first.",
                 ),
             ),
         ),

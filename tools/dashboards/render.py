@@ -173,6 +173,13 @@ def _annotations(board: Board) -> list[tuple[str, str, str, str, bool]]:
             False,
         ),
         (
+            "Changed",
+            f"vllm_fleet_change_timestamp_seconds{pool} * 1000",
+            "{{host}}/{{instance}}: {{result}}, {{from}} to {{to}}",
+            "purple",
+            True,
+        ),
+        (
             "Planned change",
             f"max by (pool) (vllm_fleet_change_until_seconds{pool}) > time()",
             "{{pool}}: planned change",

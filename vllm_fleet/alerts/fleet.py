@@ -204,7 +204,7 @@ def alerts(scrape_interval_seconds: int) -> tuple[Alert, ...]:
         ),
         Alert(
             "MixedVersions",
-            'count by (pool) (count by (pool, vllm_version) (up{job="vllm"})) > 1',
+            "count by (pool) (count by (pool, vllm_version) (vllm_fleet_instance_info)) > 1",
             "1d",
             "info",
             "{{ $labels.pool }}: {{ $value }} vLLM versions serve it for over a day",

@@ -13,7 +13,8 @@ def alerts() -> tuple[Alert, ...]:
     return (
         Alert(
             "HostDown",
-            'up{job="node"} == 0',
+            # What Debian's own configuration watches until ours is there has no such label.
+            'up{job="node",host!=""} == 0',
             "2m",
             "critical",
             "{{ $labels.host }}: the host does not answer (its instances are not reported apart)",
@@ -74,11 +75,14 @@ def alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             "DiskBroken",
-            f"node_filesystem_device_error{{{DISKS}}} == 1",
+            # Unlike one that never could be read: a mount below somebody's private directory.
+            f"node_filesystem_device_error{{{DISKS}}} == 1"
+            f" and min_over_time(node_filesystem_device_error{{{DISKS}}}[1d]) == 0",
             "2m",
             "critical",
             "{{ $labels.host }}: {{ $labels.mountpoint }} cannot be read",
-            "The disk, its controller or a network file system answers with errors. Instances that "
+            "The disk, its controller or a network file system answers with errors, and did not "
+            "a day ago. Instances that "
             "run go on from memory; none that reads its weights there can start.",
             "`dmesg | grep -iE 'i/o error|nvme|ata'`, `smartctl -a DISK`. Move its instances to "
             "other hosts before you unmount it.",

@@ -12,7 +12,7 @@ RUNBOOK = "docs/runbook.md"
 DISKS = 'fstype!~"tmpfs|ramfs|overlay|squashfs|iso9660"'
 EACH = "host, instance, pool"  # labels that tell one vLLM server from all others
 # A host that is away is one message, not one for each thing that ran on it.
-HOST_UP = 'unless on (host) up{job="node"} == 0'
+HOST_UP = 'unless on (host) up{job="node",host!=""} == 0'
 # systemd says that the unit is on its way up or down: planned, and its own timeout bounds it.
 MOVING = (
     'label_replace(node_systemd_unit_state{name=~"vllm@.+",state=~"activating|deactivating"}'

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from vllm_fleet.causes.table import Cause, Rank, load
 
 # Colours, and the carriage returns of progress bars that would hide a line in another.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# What a sound server repeats: requests that were answered, and what it tells of itself.
+_SOUND = re.compile(r'" 200 |\bINFO\b|"status": ?"?200\b')
+_NUMBERS = re.compile(r"\d+")
+MANY_LINES = 2000  # from here on the time of the search counts
+KEPT_OF_A_SHAPE = 50
 # An exception as Python ends a traceback with it, what argparse says of a wrong option, and what
 # our gate and warm-up end with.
 _ERROR = re.compile(
@@ -35,7 +41,7 @@ def match(text: str, version: str | None = None) -> list[Match]:
     Each cause is named once, by its first line. `version` is that of vLLM, where it is known:
     entries that cannot happen in it are left out. ValueError where it is not a version.
     """
-    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    text = _told_once(_ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
     found: list[tuple[tuple[int, int, bool, int], Match]] = []
     for number, cause in enumerate(load()):
         if version is not None and not cause.applies_to(version):
@@ -43,11 +49,29 @@ def match(text: str, version: str | None = None) -> list[Match]:
         hit = cause.pattern.search(text)
         if hit is None or (cause.near is not None and not cause.near.search(text)):
             continue
+        if cause.unless is not None and cause.unless.search(text):
+            continue
         start = text.rfind("\n", 0, hit.start()) + 1
         # On one line the entry that also knows its surroundings says more.
         order = (int(cause.rank), start, cause.near is None, number)
         found.append((order, _match(cause, text, hit.start())))
     return [m for _, m in sorted(found, key=lambda pair: pair[0])]
+
+
+def _told_once(text: str) -> str:
+    """The text without most of the sound lines that a server prints by the thousand."""
+    if text.count("\n") < MANY_LINES:
+        return text
+    seen: Counter[str] = Counter()
+    kept = []
+    for line in text.split("\n"):
+        if _SOUND.search(line):
+            shape = _NUMBERS.sub("0", line)
+            seen[shape] += 1
+            if seen[shape] > KEPT_OF_A_SHAPE:
+                continue
+        kept.append(line)
+    return "\n".join(kept)
 
 
 def _match(cause: Cause, text: str, position: int) -> Match:

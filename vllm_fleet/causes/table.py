@@ -29,7 +29,7 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Cause:
-    """One known failure. `near` is a pattern that must occur somewhere in the same text."""
+    """One known failure. `near` must occur somewhere in the same text, `unless` must not."""
 
     id: str
     pattern: re.Pattern[str]
@@ -39,6 +39,7 @@ class Cause:
     source: str
     rank: Rank = Rank.ROOT
     near: re.Pattern[str] | None = None
+    unless: re.Pattern[str] | None = None
     since: tuple[int, ...] | None = None  # first vLLM version it happens in
     before: tuple[int, ...] | None = None  # first vLLM version it no longer happens in
 
@@ -82,7 +83,7 @@ def parse(text: str) -> tuple[Cause, ...]:
 
 def _entry(entry: dict[str, Any], name: str) -> Cause:
     known = {"id", "pattern", "where", "cause", "remedy", "source"}
-    optional = {"rank", "near", "since", "before"}
+    optional = {"rank", "near", "unless", "since", "before"}
     if missing := known - set(entry):
         raise TableError(f"{name}: {', '.join(sorted(missing))}: missing")
     if unknown := set(entry) - known - optional:
@@ -109,6 +110,7 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
         source=entry["source"],
         rank=Rank[rank],
         near=_pattern(entry, "near", name) if "near" in entry else None,
+        unless=_pattern(entry, "unless", name) if "unless" in entry else None,
         since=parse_version(entry["since"]) if "since" in entry else None,
         before=parse_version(entry["before"]) if "before" in entry else None,
     )

@@ -67,15 +67,23 @@ def bundle(
 
     try:
         wanted = making.Wanted(
-            locks=making.locks_of(fleet, python),
+            locks=making.locks_of(fleet, python, named),
             models=() if no_weights else making.models_of(fleet, say),
             systems=tuple(named),
             pip=tuple(pip),
+            archives=making.archives_of(fleet),
+            sources=making.sources_of(fleet),
         )
         manifest = making.make(wanted, Path(directory), root, say)
     except (making.BundleError, Refusal, SpecError, OSError) as error:
         click.echo(f"{error}", err=True)
         raise SystemExit(1) from None
+    for name, text in making.lists_of(manifest):
+        path = root / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            say(f"{name}: written; commit it")
     total = sum(file["size"] for file in manifest["files"].values())
     click.echo(
         f"{directory}: {len(manifest['files'])} files, {gib(total)}: {len(manifest['locks'])} "

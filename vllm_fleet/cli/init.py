@@ -14,6 +14,8 @@ OWN = {
     "upgrade.py": "upgrade.py",
     "rollback.py": "rollback.py",
     "maintain.py": "maintain.py",
+    "nccl.py": "nccl.py",
+    "bench.py": "bench.py",
     "config.py": "config.py",
     ".gitignore": "gitignore",
     "README.md": "README.md",

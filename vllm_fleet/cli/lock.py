@@ -150,7 +150,7 @@ def _tasks(
             version=version,
             package=package or settings.vllm_package,
             variant=variant or settings.vllm_variant,
-            python=python or _python(settings.python),
+            python=python or _python(settings),
             platform=platform,
             exclude=settings.vllm_exclude,
             extra=settings.vllm_extra,
@@ -191,7 +191,9 @@ def _settings(inventory: str | None) -> Iterator[tuple[str, HostSettings, Path]]
         yield spec.name, spec.settings, Path(os.path.relpath(result.fleet.root))
 
 
-def _python(setting: str) -> str:
-    """The version in a setting such as python3.12 or /usr/bin/python3.12."""
-    match = re.search(r"python(3\.\d+)$", setting)
+def _python(settings: HostSettings) -> str:
+    """The version in a setting such as python3.12 or /usr/bin/python3.12, or of an archive."""
+    if settings.python_archive:
+        return settings.python_archive.version
+    match = re.search(r"python(3\.\d+)$", settings.python)
     return match[1] if match else PYTHON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,22 @@ from pyinfra.api import Host as PyinfraHost
 from pyinfra.api.exceptions import DeployError, InventoryError, PyinfraError
 from pyinfra.context import ctx_host
 
+from vllm_fleet import adoption
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
+from vllm_fleet.operations.alive import LOOK_SECONDS, LOST, while_alive
+from vllm_fleet.operations.runlog import tell_failures
 from vllm_fleet.placement import Key, Placed, text_of
 from vllm_fleet.plan import HostPlan, Refusal
+from vllm_fleet.spares import Spare, kept, with_spares
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import Inputs, read_inputs
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.spec.model import Fleet
 from vllm_fleet.state import HostState
+
+NAMED = 5  # hosts with the same notice; the others are counted
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Made:
     inputs: Inputs
     plans: dict[str, HostPlan]
     placement: NewPlacement | None
+    given_up: frozenset[str]
+    all_as_wanted: bool
 
 
 # pyinfra runs the deploy file once a host, side by side: the first one here plans for all.
@@ -75,6 +84,7 @@ def made() -> Made:
     with _lock:
         key = id(state.inventory)
         if key not in _made:
+            tell_failures(state)
             _made[key] = _plan_all()
         return _made[key]
 
@@ -92,18 +102,32 @@ def read_spec() -> tuple[Fleet, Inputs]:
         return _read[key]
 
 
-def plan_again() -> dict[str, HostPlan]:
-    """The plans of the same hosts as they are now. Raises DeployError where one is refused."""
+def plan_again(more: Sequence[Spare] = ()) -> dict[str, HostPlan]:
+    """The plans of the same hosts as they are now, with further spares.
+
+    Raises DeployError where one is refused.
+    """
     before = made()
     taking_part = [
         one for one in inventory if one.name in before.plans and one in state.active_hosts
     ]
-    return _plans(before.fleet, before.inputs, states_of(taking_part))
+    return _plans(before.fleet, before.inputs, states_of(taking_part), more)
+
+
+def asked(key: str) -> str:
+    """What the operator said by `--data KEY=...`."""
+    found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
+    return str(found) if found else ""
 
 
 def given_up() -> frozenset[str]:
     """Names of the hosts that take no part: not reached, or without facts."""
-    return frozenset(one.name for one in inventory) - frozenset(fleet_plans())
+    return made().given_up
+
+
+def all_as_wanted() -> bool:
+    """Whether there is nothing at all to do, on any host."""
+    return made().all_as_wanted
 
 
 def new_placement() -> NewPlacement | None:
@@ -129,14 +153,27 @@ def inventory_file() -> str:
 def _plan_all() -> Made:
     fleet, inputs = read_spec()
     plans = _plans(fleet, inputs, states_of(taking_part()))
+    told: dict[str, list[str]] = {}
     for plan in plans.values():
         for notice in plan.notices:
-            logger.warning("%s: %s", plan.spec.name, notice)
+            told.setdefault(notice, []).append(plan.spec.name)
+    for notice, names in told.items():
+        logger.warning("%s: %s", _listed(names), notice)
     for notice in planning.fleet_notices(fleet, inputs):
         logger.warning("%s", notice)
     lines = planning.placement_of(plans, inputs)
     placement = NewPlacement(Path(fleet.root), inputs.placement.path, lines) if lines else None
-    return Made(fleet, inputs, plans, placement)
+    all_as_wanted = all(plan.as_wanted for plan in plans.values())
+    if all_as_wanted:
+        logger.info("%d hosts looked at: everything on them is as wanted", len(plans))
+    left_out = frozenset(one.name for one in inventory) - frozenset(plans)
+    return Made(fleet, inputs, plans, placement, left_out, all_as_wanted)
+
+
+def _listed(names: list[str]) -> str:
+    """Names of hosts for one line."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def taking_part() -> list[PyinfraHost]:
@@ -147,9 +184,16 @@ def taking_part() -> list[PyinfraHost]:
     return [one for one in inventory if one in state.active_hosts]
 
 
-def _plans(fleet: Fleet, inputs: Inputs, states: dict[str, HostState]) -> dict[str, HostPlan]:
+def _plans(
+    fleet: Fleet, inputs: Inputs, states: dict[str, HostState], more: Sequence[Spare] = ()
+) -> dict[str, HostPlan]:
     try:
-        return planning.plan_fleet(fleet, states, inputs)
+        names = adoption.asked(asked("adopt"), fleet)
+        states = adoption.as_if_gone(fleet, states, names)
+        known = {(one.host, one.name): one for one in [*kept(fleet, states), *more]}
+        return planning.plan_fleet(with_spares(fleet, [*known.values()]), states, inputs)
+    except adoption.AdoptionError as error:
+        raise DeployError(f"nothing was changed: {error}") from None
     except Refusal as refusal:
         raise DeployError("nothing was changed:\n" + "\n".join(refusal.reasons)) from None
 
@@ -157,20 +201,24 @@ def _plans(fleet: Fleet, inputs: Inputs, states: dict[str, HostState]) -> dict[s
 def states_of(hosts: list[PyinfraHost]) -> dict[str, HostState]:
     """The large fact of every host, side by side; a host that gives none is left out."""
 
+    asked = planning.asked()
+
     def ask(one: PyinfraHost) -> HostState | None:
         found: HostState | None = None
         # Where the last host fails its fact, pyinfra raises: told below for all of them.
-        with ctx_host.use(one), suppress(PyinfraError):
-            found = one.get_fact(Host, asked=planning.asked())
+        with ctx_host.use(one), suppress(PyinfraError, ConnectionError), while_alive(one):
+            found = one.get_fact(Host, asked=asked, _timeout=LOOK_SECONDS)
         if found is None:
-            logger.error(
-                f"{one.name}: could not be looked at, for the reason above: where sudo refused, "
-                "set _sudo_password (or passwordless sudo) for it in the inventory; python3 must "
-                "be installed there"
+            why = LOST.get(
+                one.name,
+                "could not be looked at, for the reason above: where sudo refused, set "
+                "_sudo_password (or passwordless sudo) for it in the inventory; python3 must be "
+                "installed there",
             )
+            logger.error(f"{one.name}: {why}")
         return found
 
-    jobs = {one.name: gevent.spawn(ask, one) for one in hosts}
+    jobs = {one.name: state.fact_pool.spawn(ask, one) for one in hosts}
     gevent.joinall(list(jobs.values()), raise_error=True)
     states = {name: job.value for name, job in jobs.items() if job.value is not None}
     if not states:

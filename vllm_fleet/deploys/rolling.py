@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Literal, cast
 
 from gevent.lock import RLock
-from pyinfra import inventory, logger, state
+from pyinfra import logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 
-from vllm_fleet import engine, spans
-from vllm_fleet.deploys.fleet import made, plan_again, read_spec, states_of, taking_part
+from vllm_fleet import engine, spans, spares
+from vllm_fleet.deploys.fleet import asked, made, plan_again, read_spec, states_of, taking_part
+from vllm_fleet.instance import paths_of
 from vllm_fleet.operations import host as hosts
+from vllm_fleet.operations import instance as instances
 from vllm_fleet.operations.instance import explained
 from vllm_fleet.operations.reach import Reached
 from vllm_fleet.plan import HostPlan
@@ -59,8 +61,10 @@ def begun(mode: Mode) -> bool:
             for line in prepared.rollout.lines():
                 logger.info("%s", line)
             _begun[key] = bool(prepared.rollout.waves) or (
-                bool(_asked("unlock") or _asked("clear")) or _stays_refused(mode, prepared.rollout)
+                bool(asked("unlock") or asked("clear")) or _stays_refused(mode, prepared.rollout)
             )
+            if mode == "upgrade":
+                _begun[key] = _begun[key] or bool(_leftovers(made().plans))
         return _begun[key]
 
 
@@ -87,7 +91,7 @@ def maintained() -> bool:
     with _said:
         key = id(state.inventory)
         if key not in _begun:
-            do, members = _asked("do"), _cared_for()
+            do, members = asked("do"), _cared_for()
             if do not in DO:
                 raise DeployError(
                     f"nothing was changed: say what to do: --data do={' or '.join(DO)}"
@@ -108,10 +112,10 @@ def maintain(state: State, host: Host) -> bool:
     """Hosts out of service and back, one after another."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), _asked("why"))
-        return care.run(cast(Do, _asked("do")))
+        care = Care(reached, gateways, _settings(read_spec()[0]), lock, _cared_for(), asked("why"))
+        return care.run(cast(Do, asked("do")))
 
-    return _locked(state, "maintain.py", do)
+    return locked(state, "maintain.py", do)
 
 
 def _cared_for() -> dict[str, list[Member]]:
@@ -141,12 +145,12 @@ def _roll(state: State, mode: Mode) -> bool:
     """All of a rollout; False where it failed, with everything said."""
 
     def do(reached: Reached, gateways: list[str], lock: Lock) -> bool:
-        return _below_lock(mode, reached, gateways, lock)
+        return below_lock(mode, reached, gateways, lock)
 
-    return _locked(state, f"{mode}.py", do)
+    return locked(state, f"{mode}.py", do)
 
 
-def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
+def locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bool]) -> bool:
     """Do something below the lock of the fleet; False where it failed, with everything said.
 
     pyinfra books the result on the host that carries this call: the lines name the real one.
@@ -169,7 +173,7 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
         logger.error(f"nothing further is changed: {', '.join(failed)} failed earlier in this run")
         return False
     try:
-        if run := _asked("unlock"):
+        if run := asked("unlock"):
             reached.say(unlocked(reached, place, run))
         with Lock(reached, place, holder) as lock:
             return do(reached, gateways, lock)
@@ -178,8 +182,8 @@ def _locked(state: State, what: str, do: Callable[[Reached, list[str], Lock], bo
         return False
 
 
-def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
-    if release := _asked("clear"):
+def below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -> bool:
+    if release := asked("clear"):
         _clear(reached, release)
     # Somebody else may have changed the fleet since this run looked at it.
     prepared = _prepare(mode, again=True)
@@ -198,6 +202,7 @@ def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -
         prepared.targets,
         explain=explained,
         back=mode == "rollback",
+        spares=_Spares(reached),
     )
     try:
         roll.stage(rollout)
@@ -206,18 +211,13 @@ def _below_lock(mode: Mode, reached: Reached, gateways: list[str], lock: Lock) -
         return False
     good = roll.run(rollout) if rollout.waves else True
     _labels()
+    _take_leftovers()
     return good and not _stays_refused(mode, rollout)
 
 
 def _stays_refused(mode: Mode, rollout: Rollout) -> bool:
     """Whether upgrade.py cannot bring the fleet to what is wanted: no success, then."""
     return mode == "upgrade" and any(one.refused for one, _ in rollout.left)
-
-
-def _asked(key: str) -> str:
-    """What the operator said by `--data KEY=...`."""
-    found = next((one.data.get(key) for one in inventory if one.data.get(key)), None)
-    return str(found) if found else ""
 
 
 def _clear(reached: Reached, release: str) -> None:
@@ -230,12 +230,19 @@ def _clear(reached: Reached, release: str) -> None:
 
 def _labels() -> None:
     """Gateways and monitors learn what runs now: their files follow from it."""
-    by_name = {one.name: one for one in state.inventory}
     try:
         plans = plan_again()
     except DeployError as error:
         logger.warning(f"files were not brought up to date, deploy.py does it: {error}")
         return
+    for name in _followed(plans):
+        logger.warning(f"{name}: not brought up to date; deploy.py does it")
+
+
+def _followed(plans: Mapping[str, HostPlan]) -> list[str]:
+    """Have the files of plans in place, and read; names of the hosts where that failed."""
+    by_name = {one.name: one for one in state.inventory}
+    failed = []
     for plan in plans.values():
         services = (
             *plan.firewall_services,
@@ -249,7 +256,91 @@ def _labels() -> None:
                 hosts.files(name="Files that follow from it", plan=plan)
                 hosts.services(name="Services that read them", plan=plan, services=services)
         except NestedOperationError:
-            logger.warning(f"{plan.spec.name}: not brought up to date; deploy.py does it")
+            failed.append(plan.spec.name)
+    return failed
+
+
+# --- spares --------------------------------------------------------------------------------
+
+
+class _Spares:
+    """Spares of a rollout, by the plan of a fleet in which they are declared."""
+
+    def __init__(self, reached: Reached) -> None:
+        self._reached = reached
+
+    def put(self, one: Standing) -> Target:
+        """Its files and unit in place, known to gateways, not started. Raises Failed."""
+        plan = _plans_or_failed().get(one.host)
+        if plan is None:
+            raise Failed(f"{one.host} takes no part in this run")
+        name = spares.name_of(one.name)
+        if name in plan.retired:
+            # Of a run that was cut off, and perhaps of another version.
+            self._retire(plan, name)
+        port = spares.free_port(plan.spec, plan.state)
+        spare = spares.Spare(one.host, one.name, one.spare, port)
+        plans = _plans_or_failed([spare])
+        if failed := _followed(plans):
+            raise Failed(f"{', '.join(failed)}: does not know the spare of {one.id}")
+        plan = plans[one.host]
+        planned = next(each for each in plan.wanted if each.name == name)
+        version = Version(planned.release, plan.checksums[name])
+        standing = Standing(one.host, name, one.pool, version)
+        return _target(standing, plan, planned)
+
+    def take(self, one: Standing) -> None:
+        """Unknown to gateways, stopped, its files gone. Raises Failed."""
+        plans = _plans_or_failed()
+        if failed := _followed(plans):
+            raise Failed(f"{', '.join(failed)}: still knows the spare of {one.id}")
+        self._retire(plans[one.host], spares.name_of(one.name))
+
+    def _retire(self, plan: HostPlan, name: str) -> None:
+        if failure := _retired(plan, (name,)):
+            raise Failed(failure)
+
+
+def _plans_or_failed(more: list[spares.Spare] | None = None) -> dict[str, HostPlan]:
+    try:
+        return plan_again(more or [])
+    except DeployError as error:
+        raise Failed(str(error)) from None
+
+
+def _retired(plan: HostPlan, names: tuple[str, ...]) -> str:
+    """Drain, stop and remove instances of a host, and their files; "" or what failed."""
+    by_name = {one.name: one for one in state.inventory}
+    gone = {path for name in names for path in paths_of(name)}
+    manifest = {path: put for path, put in plan.state.manifest.items() if path in gone}
+    only = replace(plan, retired=names, state=replace(plan.state, manifest=manifest))
+    try:
+        with ctx_config.use(state.config.copy()), ctx_host.use(by_name[plan.spec.name]):
+            instances.retired(name="Spares that are no longer needed", plan=only)
+            hosts.files(name="Files of spares", plan=only, keep_removed=False)
+    except NestedOperationError:
+        return f"{plan.spec.name}: {', '.join(names)} was not removed"
+    return ""
+
+
+def _leftovers(plans: Mapping[str, HostPlan]) -> dict[str, tuple[str, ...]]:
+    """Spares that a run which was cut off left behind, by host: nobody needs them any more."""
+    return {
+        host: names
+        for host, plan in plans.items()
+        if (names := tuple(name for name in plan.retired if spares.is_spare(name)))
+    }
+
+
+def _take_leftovers() -> None:
+    try:
+        plans = plan_again()
+    except DeployError as error:
+        logger.warning(f"spares may be left, deploy.py takes them away: {error}")
+        return
+    for host, names in _leftovers(plans).items():
+        if failure := _retired(plans[host], names):
+            logger.warning(f"{failure}; deploy.py does it")
 
 
 # --- what is to change ---------------------------------------------------------------------
@@ -271,17 +362,25 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
                 _of_span(_unseen(spec.name, one.name, one.model), one) for one in spec.instances
             ]
             continue
-        for planned, declared in zip(plan.wanted, spec.instances, strict=True):
+        for planned in plan.wanted:
+            if spares.is_spare(planned.name):
+                continue
             version = Version(planned.release, plan.checksums[planned.name])
-            one = standing(plan.state, spec.name, planned.name, planned.model_name, version, known)
-            one = _of_span(one, declared)
+            one = standing(
+                *(plan.state, spec.name, planned.name, planned.model_name, version, known),
+                spare=plan.spares.get(planned.name, ()) if planned.span is None else (),
+            )
+            if planned.span is not None:
+                one = replace(one, span=planned.span.name, rank=planned.span.rank)
+            if planned.name in plan.state.adopted:
+                one = replace(one, runs=None, serving=True, adopts=True)
             standings.append(one)
             wanted[one.id] = plan, planned
     if mode == "deploy":
         # What does not run is started before the rollout, or is not to be started at all.
         standings = [
             replace(_settled(one), serving=not again)
-            if one.runs is None and not _rolled(one, plans)
+            if one.runs is None and not one.adopts and not _rolled(one, plans)
             else one
             for one in standings
         ]
@@ -380,16 +479,7 @@ def _hold(fleet: Fleet) -> int:
 
 
 def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
-    files = [
-        {
-            "path": file.path,
-            "content": file.content,
-            "mode": oct(file.mode)[2:],
-            "owner": file.owner,
-            "group": file.group,
-        }
-        for file in plan.instance_files[planned.name]
-    ]
+    files = files_of(plan, planned.name)
     return Target(
         standing=one,
         version={**vars(one.wanted), "files": files},
@@ -403,3 +493,17 @@ def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
         # Of a span rank 0 has every option that the others have.
         command={"files": files} if planned.answers else {},
     )
+
+
+def files_of(plan: HostPlan, name: str) -> list[dict[str, str]]:
+    """The files that an instance is started with, as hosts are told of them."""
+    return [
+        {
+            "path": file.path,
+            "content": file.content,
+            "mode": oct(file.mode)[2:],
+            "owner": file.owner,
+            "group": file.group,
+        }
+        for file in plan.instance_files[name]
+    ]

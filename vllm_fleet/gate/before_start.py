@@ -13,6 +13,7 @@ of a rank of a span FLEET_RANK, and FLEET_SPAN_PORTS (setting=port,... that it l
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pwd
 import secrets
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         check_whole(env["FLEET_STATE"], env["FLEET_INSTANCE"])
         check_paths(env["FLEET_RELEASE"], env["FLEET_WEIGHTS"])
         check_readable(env["FLEET_WEIGHTS"], user)
+        check_adapters(json.loads(env.get("FLEET_ADAPTERS", "[]")), user)
         if int(env.get("FLEET_RANK") or 0) == 0:
             check_port(int(env["FLEET_PORT"]))
         for one in filter(None, env.get("FLEET_SPAN_PORTS", "").split(",")):
@@ -106,6 +108,17 @@ def check_paths(release: str, weights: str) -> None:
             "%s has no config.json: the weights are not there; deploy this host again, "
             "or correct `repo` where `source` is path" % weights
         )
+
+
+def check_adapters(adapters: Sequence[str], user: "pwd.struct_passwd") -> None:
+    """Raises Refused where a LoRA adapter is missing: vLLM tells so only after the weights."""
+    for path in adapters:
+        if not os.path.isfile(os.path.join(path, "adapter_config.json")):
+            raise Refused(
+                "%s has no adapter_config.json: put the LoRA adapter there, or correct its `path` "
+                "in `adapters` of the model" % path
+            )
+        check_readable(path, user)
 
 
 def check_readable(weights: str, user: "pwd.struct_passwd") -> None:

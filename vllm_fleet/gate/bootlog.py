@@ -1,4 +1,5 @@
-"""Last step of a start, as root: what vLLM said of its memory, against what was planned.
+"""Last step of a start, as root: what vLLM said of its memory, against what was planned, and
+where the seconds of the start went.
 
 Reads the start's own lines in the journal, writes FLEET_STATE/actual.json and a file of metrics
 for the node exporter, and says in the journal where plan and fact differ by more than 5 %. The
@@ -43,6 +44,16 @@ NON_TORCH = re.compile(r"non_torch_memory takes\s+" + GIB, re.I)
 GRAPHS = re.compile(r"Graph capturing finished in .*?took\s+" + GIB, re.I)
 VERSION = re.compile(r"vLLM (?:API server )?version (\d+\.\d+\.\d+\S*)")
 FREE = re.compile(r"Free memory on device(?: \S+)? \(([\d.]+)/([\d.]+) GiB\)")
+
+# Seconds of a start by part. Ranks load side by side, so the slowest counts; the model and an
+# encoder are compiled one after the other, and print a line each.
+SECONDS = (
+    ("weights", re.compile(r"Model loading took .*? and ([\d.]+) seconds", re.I)),
+    ("weights", re.compile(r"Loading (?:model )?weights took ([\d.]+) seconds", re.I)),
+    ("compile", re.compile(r"\(compilation: ([\d.]+) s", re.I)),
+    ("compile", re.compile(r"torch\.compile (?:took|takes) ([\d.]+) s in total", re.I)),
+    ("graphs", re.compile(r"Graph capturing finished in ([\d.]+) secs", re.I)),
+)
 
 # Name in a plan and in the metrics, its words, its unit
 FIGURES: Tuple[Tuple[str, str, str], ...] = (
@@ -90,6 +101,19 @@ def parse(lines: Iterable[str]) -> Dict[str, Any]:
             found.setdefault("vllm_version", match[1])
         if match := FREE.search(line):
             found["free_gib"], found["total_gib"] = float(match[1]), float(match[2])
+    return found
+
+
+def durations(lines: Iterable[str]) -> Dict[str, float]:
+    """Seconds of a start by part, as vLLM printed them; what it did not print is missing."""
+    found: Dict[str, float] = {}
+    for line in lines:
+        for part, pattern in SECONDS:
+            if match := pattern.search(line):
+                value = _number(match[1])
+                if value is not None:
+                    found[part] = max(found.get(part, value), value)
+                break
     return found
 
 
@@ -290,7 +314,8 @@ def main(env: Mapping[str, str]) -> int:
     """Read, compare, write, say; the exit code."""
     name, invocation = env["FLEET_INSTANCE"], env.get("INVOCATION_ID", "")
     try:
-        actual = parse(journal(invocation)) if invocation else {}
+        lines = journal(invocation) if invocation else []
+        actual = parse(lines)
         planned = read_plan("%s/%s.plan.json" % (ETC, name))
         differences = compare(planned, actual)
         report = {
@@ -298,6 +323,7 @@ def main(env: Mapping[str, str]) -> int:
             "invocation": invocation,
             "at": int(time.time()),
             "actual": actual,
+            "seconds": durations(lines),
             "planned": {k: v for k, v in planned.items() if isinstance(v, (int, float))},
             "differences": differences,
         }

@@ -246,11 +246,15 @@ class Probe:
             self.found["tokens_per_second"] = round(statistics.median(rates), 2)
 
     def conversation(self) -> None:
-        """Turns that build on each other; every answer must end."""
+        """Turns that build on each other; every answer must end.
+
+        The same words on every version: nothing of it is timed, and which answers end by
+        themselves can only be compared for the same questions.
+        """
         ended, answers, thought = 0, 0, False
         messages: List[Json] = []
         for text in (
-            "%s. My name is Ada. Answer in one short sentence: how are you?" % self.nonce,
+            "My name is Ada. Answer in one short sentence: how are you?",
             "What is two plus two? Answer with the number alone.",
             "What is my name? Answer with the name alone.",
         ):

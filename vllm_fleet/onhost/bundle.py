@@ -2,16 +2,18 @@
 
     bundle.py take --settings FILE       bundle.py serve --settings FILE
 
-A bundle is a directory that `fleet bundle` made: manifest.json, wheels/, apt/<system>/,
+A bundle is a directory that `fleet bundle` made: manifest.json, wheels/, python/, apt/<system>/,
 weights/<model>@<revision>/. `take` is told, as JSON, {"source": where it was carried to, "root":
-where ours are kept, "needs": {"locks": {checksum: name}, "listings": {key: name}, "systems":
-{name: [packages]}}}. Every file is compared with the manifest, linked or copied beside its place,
-and the whole is switched in by rename; a later run compares sizes and times alone. Exit 1:
-nothing was switched, what is right is kept.
+where ours are kept, "needs": {"locks": {checksum: name}, "listings": {key: name}, "archives":
+{checksum: name}, "packages": {checksum of a list: name}, "systems": {name: [packages]}}}. Every
+file is compared with the manifest, linked or copied beside its place, and the whole is switched
+in by rename; a later run compares sizes and times alone. Exit 1: nothing was switched, what is
+right is kept.
 
 `serve` is told {"root", "address", "port", "allow": [addresses]} and answers GET until ended:
 
     /simple/<package>/, /wheels/<file>    a package index with hashes
+    /python/<file>                        archives of Python
     /apt/<system>/                        a flat repository of Debian packages
     /api/v1/models/..., /api/models/...   the weights, as ModelScope and Hugging Face give them
 
@@ -51,10 +53,11 @@ MANIFEST = "manifest.json"
 STAMP = "bundle.json"
 PROGRESS = ".progress.json"
 CURRENT = "current"
-FORMAT = 1
+FORMAT = 2  # 1: without archives
 BLOCK = 8 << 20
 SPARE = 256 << 20
 SHOWN = 5
+WORDS = {"locks": "lock", "listings": "listing", "archives": "archive", "packages": "packages"}
 
 
 def main() -> int:
@@ -93,22 +96,34 @@ def read_manifest(folder: Path) -> Tuple[Dict[str, Any], str]:
     return manifest, hashlib.sha256(data).hexdigest()
 
 
+def _held(manifest: Mapping[str, Any]) -> Dict[str, List[str]]:
+    """What a bundle holds, by kind, as it is asked for."""
+    lists = [manifest["files"].get(f"apt/{system}/Packages") for system in manifest["systems"]]
+    return {
+        "locks": sorted(one["sha256"] for one in manifest["locks"]),
+        "listings": sorted(one["key"] for one in manifest["models"]),
+        "archives": sorted(one["sha256"] for one in manifest["archives"]),
+        "packages": sorted(one["sha256"] for one in lists if one),
+    }
+
+
 def lacking(manifest: Mapping[str, Any], needs: Mapping[str, Any]) -> List[str]:
     """What this fleet needs and a bundle does not hold, in words."""
-    held = {
-        "lock": {one["sha256"] for one in manifest["locks"]},
-        "listing": {one["key"] for one in manifest["models"]},
-    }
+    held = _held(manifest)
     missing = [
-        f"{kind} {name}"
-        for kind in held
-        for digest, name in sorted((needs.get(f"{kind}s") or {}).items())
+        f"{WORDS[kind]} {name}"
+        for kind in WORDS
+        for digest, name in sorted((needs.get(kind) or {}).items())
         if digest not in held[kind]
     ]
     systems = manifest["systems"]
     for system, packages in sorted((needs.get("systems") or {}).items()):
         if system not in systems:
-            missing.append(f"Debian packages for {system}")
+            held_for = ", ".join(sorted(systems)) or "no system"
+            missing.append(
+                f"Debian packages for {system} (it has those for {held_for}; add "
+                f"--system {system}=FILE, apt's sources of that system)"
+            )
             continue
         absent = sorted(set(packages) - set(systems[system]))
         missing += [f"Debian package {name} for {system}" for name in absent]
@@ -141,8 +156,7 @@ def take(settings: Mapping[str, Any]) -> None:
     stamp = {
         "source": str(source),
         "id": final.name,
-        "locks": sorted(one["sha256"] for one in manifest["locks"]),
-        "listings": sorted(one["key"] for one in manifest["models"]),
+        **_held(manifest),
         "systems": manifest["systems"],
     }
     tools.write_json(root / STAMP, stamp)
@@ -367,9 +381,9 @@ class Shelf:
         return None
 
     def static(self, path: str) -> Optional[Path]:
-        """A wheel, or a file of the Debian repository."""
+        """A wheel, an archive of Python, or a file of the Debian repository."""
         name = posixpath.normpath(path).lstrip("/")  # apt asks for /apt/<system>/./Packages
-        shown = name in self.files and name.startswith(("wheels/", "apt/"))
+        shown = name in self.files and name.startswith(("wheels/", "python/", "apt/"))
         return self.folder / name if shown else None
 
     def weight(self, model: Mapping[str, Any], path: str) -> Optional[Path]:

@@ -5,7 +5,8 @@ JSON object from standard input and prints ``result`` and a JSON object as its l
 ``refused`` and why. No version changes here; see switch.py.
 
     halt      {"instance", "pool", "seconds"}   stopped, whatever it runs stays in place
-    resume    {"instance", "seconds"}   started with what is in place, until it is ready
+    resume    {"instance", "seconds", "pool"?}  started with what is in place, until it is ready;
+                                        with a pool: a planned change of it, as halt's
     hold      {"held": {who, ...}}      deploy.py and upgrade.py leave this host alone from now on
     unhold    {}                        no more
     reboot    {}                        asked for, and not waited for
@@ -60,6 +61,8 @@ def resume(order: Json) -> Json:
     """Start an instance, or watch a start that is under way, until it is ready."""
     name = order["instance"]
     now = switch.running(name)
+    if order.get("pool"):
+        ledger.plan_change(name, order["pool"], float(order["seconds"]))
     if not (now["active"] and now["ready"]):
         if now["state"] in ("inactive", "failed"):
             env = switch.variables(switch.text_of("%s/%s.env" % (switch.ETC, name)))
@@ -70,6 +73,8 @@ def resume(order: Json) -> Json:
             time.sleep(switch.POLL_SECONDS)
         if start.outcome:
             instances.systemctl("stop", start.unit)
+            if order.get("pool"):
+                ledger.end_change(name)
             return {"ok": False, "why": start.outcome, "since": began}
     ledger.end_change(name)
     now = switch.running(name)

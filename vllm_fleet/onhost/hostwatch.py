@@ -32,6 +32,7 @@ STATE = "/var/lib/vllm"
 METRICS_FILE = "vllm_fleet_host.prom"
 SMI_SECONDS = 30
 HELD_SECONDS = 600  # a host that is held says so anew with every round
+RELEASE = re.compile(r"/opt/vllm/releases/([^/\s\0]+)/bin/")
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
 
 # What an Xid asks for, after NVIDIA's catalogue. The rest is "unknown": look it up.
@@ -79,6 +80,7 @@ HELP = {
     "vllm_fleet_xid_time_seconds": "When the kernel log last held it.",
     "vllm_fleet_xid_total": "Times that the kernel log held it.",
     "vllm_fleet_instance_start_seconds": "The last start: until it served, and its warm-up.",
+    "vllm_fleet_instance_start_part_seconds": "Parts of the load, as vLLM printed them.",
     "vllm_fleet_certificate_expires_time_seconds": "The end of a certificate.",
 }
 
@@ -120,7 +122,10 @@ def instances(settings: Json, samples: Samples) -> None:
     """What our own scripts left behind of each instance."""
     for one in settings["instances"]:
         labels = [("vllm_instance", one["name"]), ("pool", one["pool"])]
-        add(samples, "vllm_fleet_instance_info", [*labels, ("release", one["release"])], 1)
+        release = running_release(one["name"]) or one["release"]
+        version = re.split("[+-]", release)[0]
+        info = [*labels, ("release", release), ("vllm_version", version)]
+        add(samples, "vllm_fleet_instance_info", info, 1)
         ready = os.path.join(RUN, one["name"], "ready")
         add(samples, "vllm_fleet_instance_ready", labels, float(os.path.exists(ready)))
         report = read_json(os.path.join(STATE, one["name"], "warmup.json"))
@@ -131,9 +136,26 @@ def instances(settings: Json, samples: Samples) -> None:
         ):
             if isinstance(report.get(key), (int, float)):
                 add(samples, name, [*labels, *more], report[key])
+        parts = read_json(os.path.join(STATE, one["name"], "actual.json")).get("seconds")
+        for part, seconds in parts.items() if isinstance(parts, dict) else ():
+            more = [("part", str(part))]
+            add(samples, "vllm_fleet_instance_start_part_seconds", [*labels, *more], seconds)
         with contextlib.suppress(OSError):
             verified = os.stat(one["weights_stamp"]).st_mtime
             add(samples, "vllm_fleet_weights_verified_time_seconds", labels, verified)
+
+
+def running_release(name: str) -> str:
+    """The release of the process that runs, else of the next start: while a fleet is rolled,
+    not the one of the last deploy. Empty where neither says."""
+    pid = (output(["systemctl", "show", "-P", "MainPID", "vllm@%s.service" % name]) or "").strip()
+    for path in ("/proc/%s/cmdline" % pid, os.path.join(ETC, name + ".sh")):
+        with contextlib.suppress(OSError):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                found = RELEASE.search(file.read())
+            if found:
+                return found[1]
+    return ""
 
 
 def changes(settings: Json, samples: Samples) -> None:

@@ -5,9 +5,10 @@
 FILE is JSON: {"releases": [ids], "releases_root", "weights": [directories], "models_root",
 "etc": "/etc/vllm", "state": "/var/lib/vllm"}. What to remove was chosen by the plan; here is
 made sure that each is a directory of ours that nobody needs: below the root at its depth and no
-link on the way, with our stamp of this very directory, named by no configuration or state of an
-instance, in use by no process. What is not so is left and said. It is renamed first, so that a
-removal that is cut off leaves nothing with a good name; leftovers go with the next run.
+link on the way, on a file system of this host alone, with our stamp of this very directory,
+named by no configuration or state of an instance, in use by no process. What is not so is left
+and said. It is renamed first, so that a removal that is cut off leaves nothing with a good name;
+leftovers go with the next run.
 """
 
 import argparse
@@ -101,6 +102,9 @@ def _not_ours(path: Path, root: Path, depth: int, stamp: str) -> str:
             return f"{step} is a link"
     if not path.is_dir():
         return "is not there"
+    kind = tools.shared_kind(path)
+    if kind:
+        return f"is on shared storage ({kind}), and another host may use it; remove it by hand"
     try:
         known = json.loads((path / stamp).read_text(encoding="utf-8"))
         own = known.get("id") == path.name or known.get("directory") == str(path)

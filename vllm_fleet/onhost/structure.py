@@ -90,7 +90,7 @@ def check_structure(
         complaints += check_tokenizer(directory, files)
     if "chat_template" in wanted_checks:
         try:
-            if not _has_chat_template(directory, files):
+            if not has_chat_template(directory, files):
                 complaints.append(
                     "no chat template (tokenizer_config.json, chat_template.jinja); every chat "
                     "would be answered 400: give one by vllm_args: {chat-template: ...}, or set "
@@ -326,7 +326,8 @@ def _has_tokenizer(files: Iterable[str]) -> bool:
     return any(path in TOKENIZERS or path.endswith((".tiktoken", ".spm")) for path in files)
 
 
-def _has_chat_template(directory: Path, files: Iterable[str]) -> bool:
+def has_chat_template(directory: Path, files: Iterable[str]) -> bool:
+    """Whether these files of a directory hold a chat template."""
     names = set(files)
     if names & set(TEMPLATES) or any(n.startswith("additional_chat_templates/") for n in names):
         return True

@@ -35,6 +35,12 @@ STAMP = "tools.json"
 LOCK = "tools-requirements.lock"
 OLDEST_PYTHON = (3, 10)
 ROOM = 400 << 20  # bytes that venv and pip's downloads take, rounded up
+# File systems that several hosts have in common.
+SHARED = frozenset(
+    ("nfs", "nfs4", "lustre", "ceph", "fuse.ceph", "fuse.ceph-fuse", "beegfs", "gpfs", "cifs",
+     "smb3", "9p", "virtiofs", "afs", "orangefs", "glusterfs", "fuse.glusterfs", "wekafs",
+     "fuse.juicefs", "fuse.JuiceFS", "fuse.sshfs", "panfs", "ocfs2", "gfs2")
+)  # fmt: skip
 TICK_SECONDS = 5.0  # between two lines of progress
 # sudo and pyinfra give different PATHs, and root's may begin with a private Python.
 SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -433,19 +439,46 @@ def gib(size: float) -> str:
     return f"{int(size)} B"
 
 
+def shared_kind(path: Path, mounts: Optional[str] = None) -> str:
+    """The kind of a file system that other hosts write to as well; "" for a host's own.
+
+    ``mounts``: text of mountinfo; this process's where not given.
+    """
+    if mounts is None:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    found, longest = "", -1
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        place = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split()[4])
+        below = place if place.endswith("/") else f"{place}/"
+        if f"{path}/".startswith(below) and len(place) >= longest:  # a later mount hides one
+            found, longest = after.split()[0], len(place)
+    return found if found in SHARED else ""
+
+
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock file, so that two runs do not collide; the kernel frees it with the process."""
+    """Hold a lock file, so that two runs do not collide; the kernel frees it with the process.
+
+    On shared storage two hosts do not collide either: NFS and Lustre carry such locks.
+    """
     with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            say(f"{what}: process {file.read().strip() or '?'} is at it; waiting for it to end")
+            say(f"{what}: {file.read().strip() or 'another run'} is at it; waiting for it to end")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            kind = shared_kind(path.resolve())
+            raise Refusal(
+                f"{what}: {path.parent} takes no locks ({error.strerror}), and without them two "
+                f"hosts would write the same files: mount {kind or 'it'} with locks (Lustre: "
+                "-o flock; NFS: not nolock, and the lock manager reachable)"
+            ) from None
         file.seek(0)
         file.truncate()
-        file.write(str(os.getpid()))
+        file.write(f"process {os.getpid()} of {os.uname().nodename}")
         file.flush()
         yield
 

@@ -9,11 +9,12 @@ from pyinfra import host
 from pyinfra.api import operation
 
 from vllm_fleet import gateway, paths
+from vllm_fleet.operations.remote import Command
 from vllm_fleet.plan import HostPlan
 
 
 @operation()
-def stand_in(plan: HostPlan) -> Generator[str, None, None]:
+def stand_in(plan: HostPlan) -> Generator[Command, None, None]:
     """
     Have a certificate that nobody trusts, where there is none yet.
 
@@ -28,7 +29,7 @@ def stand_in(plan: HostPlan) -> Generator[str, None, None]:
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 30 "
         f"-subj '/CN=vllm-fleet stand-in' -keyout {pem}.key -out {pem}.crt 2>/dev/null"
     )
-    yield (
+    yield Command(
         f"install -d {gateway.ETC} {gateway.ACME_WEBROOT}; test -s {pem} || "
         f"{{ umask 077; {make} && cat {pem}.crt {pem}.key >{pem}; "
         f"rm -f {pem}.crt {pem}.key; test -s {pem}; }}"
@@ -36,7 +37,7 @@ def stand_in(plan: HostPlan) -> Generator[str, None, None]:
 
 
 @operation()
-def certificate(plan: HostPlan) -> Generator[str, None, None]:
+def certificate(plan: HostPlan) -> Generator[Command, None, None]:
     """Have certbot fetch the certificate, and renew it from then on."""
     wanted = plan.missing_certificate
     if wanted is None:
@@ -46,4 +47,5 @@ def certificate(plan: HostPlan) -> Generator[str, None, None]:
         f"export {name}={shlex.quote(value)}; " for name, value in wanted.environment.items()
     )
     stamp = f"{paths.STATE}/loaded/{wanted.name}"
-    yield f"{exports}{shlex.join(wanted.command)} && printf %s {wanted.checksum} > {stamp}"
+    command = shlex.join(wanted.command)
+    yield Command(f"{exports}{command} && printf %s {wanted.checksum} > {stamp}")

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Generator, Sequence
 
 from pyinfra import host
-from pyinfra.api import StringCommand, operation
+from pyinfra.api import operation
 
 from vllm_fleet import airgap, alertmanager, firewall, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
-from vllm_fleet.operations.remote import Script, inline, installed
+from vllm_fleet.operations.remote import Command, Script, inline, installed
 from vllm_fleet.plan import HostPlan, Service
 
 # Checked on the host before a changed file stays: (paths that matter, command, what to do).
@@ -40,7 +40,7 @@ APT = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -q"
 
 
 @operation()
-def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
+def packages(plan: HostPlan) -> Generator[Command, None, None]:
     """Install the Debian packages that are missing."""
     if not plan.missing_packages:
         host.noop("every package is installed")
@@ -53,7 +53,7 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
     if sources:
         yield Script(*inline("apply.py"), order=_order(sources))
     if plan.spec.settings.air_gapped is not None:
-        yield _from_bundle(plan.missing_packages)
+        yield _from_bundle(plan.missing_packages, plan.apt_list)
         return
     proxy = plan.spec.settings.proxy
     exports = "".join(
@@ -68,13 +68,15 @@ def packages(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
     install = f"{APT} -y --no-install-recommends install {' '.join(plan.missing_packages)}"
     # The lists are read anew only where they are too old or absent: hosts without a way out
     # would wait for a mirror that they do not need.
-    yield f"{exports}{install} || {{ {APT} update && {install}; }}"
+    yield Command(f"{exports}{install} || {{ {APT} update && {install}; }}")
 
 
-def _from_bundle(packages: Sequence[str]) -> str:
+def _from_bundle(packages: Sequence[str], listed: str) -> Command:
     """apt with the bundle as its only source, and lists of its own; the host's stay as they are.
 
-    No proxy, and no look at the date of the lists: clocks of such hosts go as they please.
+    No proxy, and no look at the date of the lists: clocks of such hosts go as they please. No
+    signature either: the list must have the checksum that the operator has, and apt compares
+    every package with the list.
     """
     state = airgap.APT_STATE
     options = {
@@ -85,20 +87,27 @@ def _from_bundle(packages: Sequence[str]) -> str:
         "Dir::Cache::srcpkgcache": "",
         "Acquire::http::Proxy": "DIRECT",
         "Acquire::Check-Date": "false",
+        "Acquire::GzipIndexes": "false",  # a checksum of the plain list is looked at
         "Acquire::Languages": "none",
     }
     words = " ".join(f"-o {name}={shlex.quote(value)}" for name, value in options.items())
     apt = f"{APT} {words}"
-    return (
+    told = (
+        "the Debian packages that the bundle's host serves are not those of locks/apt-*.txt: "
+        "carry the bundle that was made with that file; nothing was installed"
+    )
+    return Command(
         f"mkdir -p {state}/lists/partial && {apt} update && "
+        f"{{ cat {state}/lists/*_Packages | sha256sum | grep -q '^{listed} ' || "
+        f'{{ echo "{told}" >&2; false; }}; }} && '
         f"{apt} -y --no-install-recommends install {' '.join(packages)}"
     )
 
 
 @operation()
-def bundle(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
+def bundle(plan: HostPlan) -> Generator[Command, None, None]:
     """Have the bundle for hosts without internet on its host, verified and served."""
-    if plan.bundle is None or (plan.bundle.held and not _commands(plan, plan.bundle_services)):
+    if plan.bundle is None or (plan.bundle.held and not plan.due(plan.bundle_services)):
         host.noop("the bundle is there and served")
         return
     own = {f"{paths.LIB}/{name}" for name in airgap.SCRIPTS} | {airgap.SETTINGS, airgap.UNIT_FILE}
@@ -106,11 +115,11 @@ def bundle(plan: HostPlan) -> Generator[StringCommand | str, None, None]:
         yield Script(*inline("apply.py"), order=_order(changed))
     if not plan.bundle.held:
         yield Script(*installed("bundle.py"), "take", "--settings", "-", order=plan.bundle.order)
-    yield from _commands(plan, plan.bundle_services)
+    yield from map(Command, plan.due(plan.bundle_services))
 
 
 @operation()
-def files(plan: HostPlan, keep_removed: bool = True) -> Generator[StringCommand | str, None, None]:
+def files(plan: HostPlan, keep_removed: bool = True) -> Generator[Command, None, None]:
     """
     Put the files that differ, in one command, and check them before they stay.
 
@@ -146,35 +155,8 @@ def _order(files: Sequence[ManagedFile], remove: Sequence[str] = ()) -> dict[str
 
 
 @operation()
-def services(plan: HostPlan, services: tuple[Service, ...]) -> Generator[str, None, None]:
-    """
-    Run and enable the daemons around vLLM, with the files they must have read.
-
-    Whether a daemon must read its files again is decided from the checksum it last read, never
-    from "a file changed in this run": a run that died in between is made good by the next one.
-    """
-    commands = _commands(plan, services)
-    if not commands:
+def services(plan: HostPlan, services: tuple[Service, ...]) -> Generator[Command, None, None]:
+    """Run and enable the daemons around vLLM, with the files they must have read."""
+    if not plan.due(services):
         host.noop("every service runs with its present files")
-    yield from commands
-
-
-def _commands(plan: HostPlan, services: Sequence[Service]) -> list[str]:
-    """What brings each daemon to its present files, one command each; none where all is well."""
-    found = []
-    for service in services:
-        read = plan.state.loaded.get(service.unit, "").partition(":")
-        runs = plan.state.active(service.unit)
-        commands = []
-        if not plan.state.enabled(service.unit):
-            commands.append(f"systemctl enable -q {service.unit}")
-        if not runs or (service.restarts and read[0] != service.restarts):
-            commands.append(f"systemctl restart {service.unit}")
-        elif read[2] != service.reloads:
-            commands.append(shlex.join(service.reload))
-        if not commands:
-            continue
-        stamp = f"{paths.STATE}/loaded/{service.unit}"
-        commands.append(f"printf %s {service.restarts}:{service.reloads} > {stamp}")
-        found.append(" && ".join(commands))
-    return found
+    yield from map(Command, plan.due(services))

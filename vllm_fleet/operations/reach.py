@@ -14,15 +14,17 @@ from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS, pop_global_arguments
 from pyinfra.api.exceptions import ConnectError, PyinfraError
 from pyinfra.context import ctx_config, ctx_host
 
+from vllm_fleet.operations.alive import while_alive
 from vllm_fleet.operations.remote import bundled
 from vllm_fleet.rollout.hosts import REFUSED, RESULT, SCRIPTS, Failed, Json, result_of
 
 TICK_SECONDS = 20.0
 # What an operator waits for; of everything else only what it found is told.
-LONG = ("switch", "watch", "drain", "acceptance", "rehearse", "halt", "resume")
+LONG = ("switch", "watch", "drain", "acceptance", "rehearse", "halt", "resume", "adopt")
 # Seconds beyond what the order itself allows, after which a host that says nothing is lost: a
 # network that went away without a word would be waited for without end.
 PATIENCE = {"switch": 7200, "halt": 7200, "acceptance": 3600, "rehearse": 600, "boot": 15}
+PATIENCE |= dict.fromkeys(("path", "ports", "rank"), 30)
 PATIENCE_ELSE = 120
 
 
@@ -87,7 +89,8 @@ class Reached:
                     kept = {k: v for k, v in arguments.items() if k in CONNECTOR_ARGUMENT_KEYS}
                     kept.update(command.connector_arguments)
                     kept["_timeout"] = patience
-                    _, output = target.run_shell_command(command, **kept)
+                    with while_alive(target):
+                        _, output = target.run_shell_command(command, **kept)
                 return [str(line.line) for line in output]
             except Exception as error:  # connectors raise whatever their library does
                 problem = f"{type(error).__name__}: {error}"

@@ -14,10 +14,10 @@ from vllm_fleet.plan import HostPlan
 @operation()
 def tools(plan: HostPlan) -> Generator[Script, None, None]:
     """Have the small venv of ours: the model hub's library, uv, the exporter."""
-    if plan.tools is None or plan.state.tools == plan.tools.id:
+    if plan.missing_tools is None:
         host.noop("the tools are there")
         return
-    yield Script(*installed("tools.py"), "build", "--settings", "-", order=plan.tools.order)
+    yield Script(*installed("tools.py"), "build", "--settings", "-", order=plan.missing_tools.order)
 
 
 @operation()

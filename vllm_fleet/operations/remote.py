@@ -1,4 +1,4 @@
-"""Run one of our scripts on a host: what each of them needs, and how its output is shown."""
+"""Commands on a host: scripts of ours, what each of them needs, and how its output is shown."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pyinfra.connectors.util import CommandOutput
 from typing_extensions import override
 
 from vllm_fleet import paths
+from vllm_fleet.operations.alive import while_alive
 
 TICK_SECONDS = 5
 SCRIPTS = resources.files("vllm_fleet.onhost")
@@ -69,7 +70,16 @@ def progress_seconds(hosts: int) -> int:
     return max(TICK_SECONDS, 2 * hosts)
 
 
-class Script(StringCommand):
+class Command(StringCommand):
+    """A command that is waited for as long as its host lives."""
+
+    @override
+    def execute(self, state: State, host: Host, connector_arguments: Any) -> Any:
+        with while_alive(host):
+            return super().execute(state, host, connector_arguments)
+
+
+class Script(Command):
     """A script of ours, run on a host.
 
     ``order`` goes to its standard input as JSON, so that it never stands in a process list or
@@ -94,9 +104,10 @@ class Script(StringCommand):
         if isinstance(order, dict):
             order = {**order, "progress": progress_seconds(len(state.active_hosts))}
         connector_arguments["_stdin"] = json.dumps(order)
-        status, output = host.run_shell_command(
-            self, print_output=True, print_input=state.print_input, **connector_arguments
-        )
+        with while_alive(host):
+            status, output = host.run_shell_command(
+                self, print_output=True, print_input=state.print_input, **connector_arguments
+            )
         if not status and self.explain:
             for line in self.explain(output.output_lines):
                 echo(f"{host.print_prefix}{line}", err=True)

@@ -17,11 +17,10 @@ TOOLS_PYTHON = f"{paths.TOOLS}/current/bin/python"
 @operation()
 def verified(plan: HostPlan) -> Generator[Script, None, None]:
     """Fetch, verify and switch in the weights that are missing, here or on other hosts."""
-    wanted = [weights for weights in plan.weights if not weights.present or weights.serves]
-    if not wanted:
+    if not plan.wanted_weights:
         host.noop("all weights are verified")
         return
-    for weights in wanted:
+    for weights in plan.wanted_weights:
         yield Script(
             *installed("weights.py", TOOLS_PYTHON), "fetch", "--settings", "-", order=weights.order
         )

@@ -107,11 +107,11 @@ def _count(seen: Seen) -> str:
 
 
 def _ended(old: Seen, new: Seen) -> list[Finding]:
-    """A model that ended its answers by itself still does. Some never do, before or after."""
+    """A model that ended all its answers by itself still ends some. Others end a few by chance."""
     if not new.get("answers"):
         return []
     bad = ""
-    if old.get("ended") and not new["ended"]:
+    if old.get("answers") and old.get("ended") == old["answers"] and not new["ended"]:
         bad = "its answers go on until they are cut"
     was = f"{old['ended']} of {old['answers']}" if old.get("answers") else "-"
     return [

@@ -13,9 +13,11 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "ledger": ("ledger",),
     "switch": ("ledger", "apply", "gate/before_start", "instances", "switch"),
     "care": ("ledger", "apply", "gate/before_start", "instances", "switch", "care"),
+    "adopt": ("ledger", "apply", "gate/before_start", "instances", "switch", "adopt"),
     "gateways": ("gateways",),
     "acceptance": ("acceptance",),
     "rehearse": ("rehearse",),
+    "fabric": ("ledger", "gate/before_start", "fabric"),
 }
 RESULT, REFUSED, JOURNAL = "result ", "refused ", "journal "
 # Before a cause, and the line that tells of it, in what an operator is told of a log.

@@ -42,6 +42,7 @@ class Standing:
     refused: str = ""  # why the wanted version is not to come back
     cut_off: Version | None = None  # what a change that did not end was going to
     spare: tuple[int, ...] = ()  # a free card group like its own
+    adopts: bool = False  # a vLLM that is not ours serves in its place until now
     span: str = ""  # instances of one span are one server over several hosts
     rank: int = 0  # within its span; rank 0 answers for all
 
@@ -58,7 +59,7 @@ class Standing:
     @property
     def as_wanted(self) -> bool:
         """Whether nothing is to be done."""
-        return self.cut_off is None and self.runs == self.wanted
+        return self.cut_off is None and self.runs == self.wanted and not self.adopts
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Rollout:
             told.append(f"wave {wave.number} of {len(self.waves)} ({wave.kind}{held}):")
             for step in wave.steps:
                 one = step.members[0]
-                runs = one.runs or "nothing"
+                runs = one.runs or ("a vLLM that is not ours" if one.adopts else "nothing")
                 told.append(f"  {step.label} of {step.pool}: {runs} -> {one.wanted}; {step.why}")
         told += [f"left as it is: {one.id} of {one.pool}: {why}" for one, why in self.left]
         return told
@@ -198,7 +199,7 @@ def _reason_to_leave(members: Sequence[Standing], releases: bool) -> str:
     for one in members:
         if one.refused and one.cut_off is None:
             return f"{one.wanted} is refused: {one.refused}"
-        if releases:
+        if releases or one.adopts:
             continue
         if one.cut_off is not None:
             return f"a change to {one.cut_off} was cut off: run upgrade.py, or rollback.py"
@@ -221,7 +222,16 @@ def _step(
         return Step(members, "down", "does not serve now, so nothing is lost"), ""
     if size > 1:
         return Step(members, "rolling", f"{size - 1} more in its pool"), ""
-    if all(member.spare for member in members):
+    if one.adopts:
+        gap = (
+            f"{_label(members)}: nobody else serves pool {one.pool} while ours starts in its place"
+        )
+        if settings.allow_downtime:
+            return Step(members, "downtime", "nobody else serves its pool meanwhile"), ""
+        return Step(members, "downtime", gap), (
+            f"{gap}: add a second instance, or accept the gap with rollout.allow_downtime"
+        )
+    if one.spare and len(members) == 1:  # a span would need as many on every host of it
         cards = ", ".join(map(str, one.spare))
         why = f"the only one of its pool: a spare on cards {cards} takes over first"
         return Step(members, "spare", why), ""
@@ -269,6 +279,8 @@ def _waves(
     if refusals:
         return []
     found: list[tuple[Literal["canary", "wave"], list[Step]]] = []
+    # Of all pools too: clients of one that a cut-off run left without anybody are waiting.
+    steps = sorted(steps, key=lambda step: step.serving)
     first = [step for step in steps if step.label in canaries]
     rest = [step for step in steps if step.label not in canaries]
     size = max(1, _share(settings.wave, len(rest)))
@@ -297,5 +309,7 @@ def _take(left: list[Step], pools: dict[str, _Pool], most: int) -> list[Step]:
             if out[step.pool] + 1 > pools[step.pool].allowed:
                 continue
             out[step.pool] += 1
+        if step.how == "spare" and any(one.how == "spare" for one in taken):
+            continue  # two of them may have been offered the same cards
         taken.append(step)
     return taken

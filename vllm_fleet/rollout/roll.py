@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vllm_fleet.rollout import acceptance
 from vllm_fleet.rollout.audit import MEANING, Change, Result, run_mark
@@ -57,6 +57,16 @@ class Target:
         return self.standing.id
 
 
+class Spares(Protocol):
+    """Makes and takes away the spare of an instance; see vllm_fleet/spares.py."""
+
+    def put(self, one: Standing) -> Target:
+        """Its files and unit in place, known to gateways, not started. Raises Failed."""
+
+    def take(self, one: Standing) -> None:
+        """Unknown to gateways, stopped, its files gone. Raises Failed."""
+
+
 @dataclass
 class Roll:
     """A rollout under way."""
@@ -68,6 +78,7 @@ class Roll:
     targets: Mapping[str, Target]
     explain: Callable[[str, list[str]], list[str]] = lambda where, lines: []
     back: bool = False  # rollback.py: nothing is compared, no canary is watched
+    spares: Spares | None = None
     changes: list[Change] = field(default_factory=list)
 
     def stage(self, rollout: Rollout) -> None:
@@ -120,8 +131,15 @@ class Roll:
             return False
         hold = 0 if self.back else wave.hold_seconds
 
-        results = _each(lambda step: self._span(step, hold), wave.steps)
-        mine = [change for changes in results for change in changes]
+        # Spares come and go one at a time, between waves: gateways are told of each.
+        spared = [step for step in wave.steps if step.how == "spare"]
+        mine = [change for step in spared for change in self._spare(step)]
+        refused = {change.instance.id for change in mine}
+        steps = [step for step in wave.steps if step.members[0].id not in refused]
+        results = _each(lambda step: self._span(step, hold), steps)
+        mine += [change for changes in results for change in changes]
+        for step in spared:
+            self._take(step, mine)
         self.changes += mine
         good = all(one.result == "done" for one in mine)
         return self._hook(self.settings.after_wave, wave, "done" if good else "failed") and good
@@ -186,6 +204,35 @@ class Roll:
             self._record(change)
         self.hosts.say(f"{step.label}: {MEANING[result]} after {seconds:.0f} s")
         return changes
+
+    # --- a spare
+
+    def _spare(self, step: Step) -> list[Change]:
+        """The new version on spare cards, serving before the old one is stopped.
+
+        Nothing where that went well, else what became of the instance: it serves as it did.
+        """
+        one = step.members[0]
+        target, began = self.targets[one.id], time.monotonic()
+        result, why = _Spare(self, target, step).run()
+        if result == "done":
+            return []
+        change = Change(one, target.to, result, time.monotonic() - began, why)
+        self._record(change)
+        self.hosts.say(f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s")
+        return [change]
+
+    def _take(self, step: Step, changes: Sequence[Change]) -> None:
+        """A spare away again, unless it is what its pool has."""
+        one = step.members[0]
+        if any(change.instance.id == one.id and change.result == "stuck" for change in changes):
+            self.hosts.say(f"{one.id}: its spare stays and serves: run this again")
+            return
+        assert self.spares is not None, "its step is a spare's"
+        try:
+            self.spares.take(one)
+        except Failed as error:
+            self.hosts.say(f"{one.id}: its spare was not taken away, run this again: {error}")
 
     def _record(self, change: Change) -> None:
         line = change.line(self.lock.holder)
@@ -318,7 +365,9 @@ class _Move:
                 if name != self.target.id and (one["draining"] or not one["ready"])
             ]
             allowed = allowed_out(self.roll.settings.most_out, len(members))
-            if self.how != "rolling" or len(out) < allowed:
+            if self.how not in ("rolling", "spare") or len(out) < allowed:
+                return dict(known)
+            if self.target.standing.adopts and self._others(members):
                 return dict(known)
             if time.monotonic() >= deadline:
                 raise Failed(
@@ -326,6 +375,20 @@ class _Move:
                     f"no more than {allowed} may be: bring that back first"
                 )
             time.sleep(ROOM_POLL_SECONDS)
+
+    def _others(self, members: Mapping[str, Json]) -> bool:
+        """Whether anybody else of a pool serves: one of ours, or one that is yet to be adopted."""
+        changed = {change.instance.id for change in self.roll.changes}
+        foreign = {
+            name
+            for name, target in self.roll.targets.items()
+            if target.standing.adopts and name not in changed
+        }
+        return any(
+            (one["ready"] and not one["draining"]) or name in foreign
+            for name, one in members.items()
+            if name != self.target.id
+        )
 
     def _out(self) -> None:
         """Out of its pool at every gateway, and nothing in flight through them."""
@@ -350,6 +413,11 @@ class _Move:
         self._ask("measured", probe=self.good["probe"])
 
     def _change(self) -> None:
+        if self.target.standing.adopts:
+            waited = min(self.target.drain_seconds, self._left())
+            order = {"action": "adopt", "instance": self.name, "port": self.target.port}
+            with self._part("adopt"):
+                self.hosts.ask(self.host, "adopt", {**order, "seconds": waited})
         self.since = time.time()
         seconds = min(self._start_seconds(), self._left())
         found = self._switch(self.target.to.checksum, seconds)
@@ -562,12 +630,11 @@ class _Move:
 
     def _tell_parts(self, figures: Json) -> None:
         """The parts of its start, against those of the good version."""
-        old = self.good.get("figures") or {}
-        told = []
-        for key, words in (("load_seconds", "load and compile"), ("warm_seconds", "warm-up")):
-            if key in figures:
-                was = f"{old[key]:.0f} s" if key in old else "-"
-                told.append(f"{words} {was} -> {figures[key]:.0f} s")
+        before, after = _start_parts(self.good.get("figures") or {}), _start_parts(figures)
+        told = [
+            f"{part} {f'{before[part]:.0f} s' if part in before else '-'} -> {seconds:.0f} s"
+            for part, seconds in after.items()
+        ]
         if told:
             self.hosts.say(f"{self.target.id}: started: {', '.join(told)}")
 
@@ -648,6 +715,100 @@ class _SpanMove(_Move):
             return super()._save_log()
         finally:
             self.host, self.name = self.target.standing.host, self.target.standing.name
+
+
+def _start_parts(figures: Json) -> dict[str, float]:
+    """Seconds of a start by part, in the order in which they pass."""
+    seconds = figures.get("seconds") or {}
+    found = {
+        part: float(seconds[part]) for part in ("weights", "compile", "graphs") if seconds.get(part)
+    }
+    if "load_seconds" in figures:
+        rest = float(figures["load_seconds"]) - sum(found.values())
+        found["rest of the load" if found else "load"] = max(0.0, rest)
+    if "warm_seconds" in figures:
+        found["warm-up"] = float(figures["warm_seconds"])
+    return found
+
+
+class _Spare(_Move):
+    """The spare of an instance: made, tried, and let in before the instance itself changes."""
+
+    def __init__(self, roll: Roll, target: Target, step: Step) -> None:
+        super().__init__(roll, target, step, 0)
+        self.of = target
+
+    def run(self) -> tuple[Result, str]:
+        """What became of it, and why; "done": it serves."""
+        assert self.roll.spares is not None, "its step is a spare's"
+        try:
+            old = None if self.roll.back else self._probe()
+            self.target = self.roll.spares.put(self.of.standing)
+            self.host, self.name = self.target.standing.host, self.target.standing.name
+            self._known()
+            self._out()
+            self.hosts.say(f"{self.target.id}: starting {self.of.to} on spare cards")
+            self._started(old)
+            self._in()
+        except Worse as error:
+            return self._refused_early(str(error))
+        except (Failed, _NotIn) as error:
+            return "failed", f"its spare: {error}"
+        return "done", ""
+
+    def _known(self) -> None:
+        """Gateways read their new files. Raises Failed."""
+        for gateway in self.roll.gateways:
+            deadline = time.monotonic() + UNDRAIN_SECONDS
+            order = {"action": "status"}
+            while self.target.id not in self.hosts.ask(gateway, "gateways", order)["instances"]:
+                if time.monotonic() >= deadline:
+                    raise Failed(f"{gateway}: its gateway does not know {self.target.id}")
+                time.sleep(ROOM_POLL_SECONDS)
+
+    def _started(self, old: Json | None) -> None:
+        """Raises Worse where it does not start, does not stay ready, or is worse."""
+        self.since = time.time()
+        seconds = min(self._start_seconds(), self._left())
+        order = {"action": "resume", "instance": self.name, "seconds": seconds}
+        order["pool"] = self.of.standing.pool
+        found = self.hosts.ask(self.host, "care", order)
+        if not found["ok"]:
+            self.since = float(found.get("since") or self.since)
+            raise Worse(found["why"])
+        self._stay(self.roll.settings.minimum_healthy_seconds)
+        if old is None:
+            return
+        limits, new = self.roll.settings.acceptance, self._probe()
+        findings = acceptance.judge(old, new, limits)
+        if acceptance.too_slow(findings):
+            new = acceptance.better(new, self._probe())
+            findings = acceptance.judge(old, new, limits)
+        for one in findings:
+            self.hosts.say(f"{self.target.id}: {one}")
+        if why := acceptance.refused(findings):
+            raise Worse(why)
+
+    def _refused_early(self, why: str) -> tuple[Result, str]:
+        """The new version is not as good; the old one has served all the while."""
+        self.hosts.say(f"{self.target.id}: {why}")
+        saved, cause = self._save_log()
+        why += f": {cause}" if cause else ""
+        why += f" (log: {saved})" if saved else ""
+        if not self.roll.back:
+            runs, to = self.of.standing.runs, self.of.to
+            by_release = runs is not None and runs.release != to.release
+            order = {"action": "refuse", "instance": self.of.standing.name}
+            order |= {"run": self.roll.lock.holder.run}
+            try:
+                self.hosts.ask(
+                    self.host,
+                    "switch",
+                    {**order, "refused": _refused(to, why, by_release=by_release)},
+                )
+            except Failed as error:
+                return "failed", f"{why}; and that could not be written down: {error}"
+        return "returned", why
 
 
 class _NotIn(Exception):

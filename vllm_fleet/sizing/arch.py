@@ -41,13 +41,14 @@ class Attention:
 class Latent:
     """MLA: one latent vector a token; ``indexer``: bytes of a DSA key, when the layer has one.
 
-    ``shares``: it uses the choice of a layer before it (IndexCache), and from vLLM 0.24 on has no
-    indexer of its own.
+    ``query``: rank of the query's own compression, 0 where it has none. ``shares``: it uses the
+    choice of a layer before it (IndexCache), and from vLLM 0.24 on has no indexer of its own.
     """
 
     width: int
     indexer: int | None = None
     shares: bool = False
+    query: int = 0
 
 
 @dataclass(frozen=True)

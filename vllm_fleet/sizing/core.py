@@ -457,22 +457,6 @@ def size(
         draft=speculative_tokens > 0,
         vision=vision,
     )
-    totals = [
-        weights_gib * GIB
-        if weights_gib is not None
-        else w.total + _buffers_in_weights(model, tokens)
-        for w in ranked
-    ]
-    if stored is not None and weights_gib is None:
-        share = _stored_share(stored, model, quant, used_dtype, card, minor)
-        if abs(share - 1) > 0.005:
-            totals = [total * share for total in totals]
-            warnings.append(
-                f"the weights on disk are {share - 1:+.1%} of what config.json says; the sizes in "
-                "their safetensors headers are used"
-            )
-    warnings += _card_warnings(gpu, quant, kv_dtype, found, used_dtype)
-
     run = memory.Run(
         tokens=tokens,
         seqs=seqs,
@@ -483,7 +467,20 @@ def size(
         speculative=speculative_tokens,
         block=block,
         see=vision,
+        kv_dtype=kv_dtype,
     )
+    made = memory.made_with_model(model, run, parallel, found, gpu)
+    totals = [weights_gib * GIB if weights_gib is not None else w.total + made for w in ranked]
+    if stored is not None and weights_gib is None:
+        share = _stored_share(stored, model, quant, used_dtype, card, minor)
+        if abs(share - 1) > 0.005:
+            totals = [total * share for total in totals]
+            warnings.append(
+                f"the weights on disk are {share - 1:+.1%} of what config.json says; the sizes in "
+                "their safetensors headers are used"
+            )
+    warnings += _card_warnings(gpu, quant, kv_dtype, found, used_dtype)
+
     requested = math.ceil(gpu.gib * GIB * utilization)
     spans = rank_layers(len(model.layers), pp)
     ranks: list[Rank] = []
@@ -614,17 +611,6 @@ def _without_own_indexer(layer: Layer) -> Layer:
 def _whole(shared: Pool, groups: tuple[Any, ...]) -> Pool:
     """The scheduler's view: every group has its layers, whatever rank they are on."""
     return Pool(groups, shared.block_bytes)
-
-
-def _buffers_in_weights(model: Model, tokens: int) -> float:
-    """Buffers made with the model and printed as weights.
-
-    DSA's top-k indices: deepseek_v2.py: topk_indices_buffer, int32. Any MLA model prints 0.14 to
-    0.15 GiB more than its weights (four models, 8 to 78 layers, TP 1 and 8, on Hopper); where it
-    is allocated was not found.
-    """
-    size = tokens * model.index_topk * 4.0
-    return size + (147.0 * memory.MIB if model.latent else 0.0)
 
 
 def _stored_share(

@@ -64,6 +64,7 @@ class Run:
     speculative: int = 0
     block: int = 16
     see: bool = True  # multimodal encoder profiled
+    kv_dtype: str = "auto"
 
 
 def sampler(model: Model, run: Run, rules: Rules, gpu: Gpu) -> float:
@@ -96,8 +97,8 @@ def forward(model: Model, layer: Layer, run: Run, parallel: Parallel, passing: f
 
     MLP: gate, up and their product (3 widths) beside residual, normed input, output and the
     layer's input (4 hidden; a compiled graph reuses part of one). Attention: q, k, v and the
-    result, or for MLA the up-projected context (``passing``). Seen on an H200 within 2 %, but
-    for compiled models under the second runner: 5 of each there, from one run of 0.26.
+    result; for MLA see latent_attention. Seen on an H200 within 2 %, but for compiled models
+    under the second runner: 5 of each there, from one run of 0.26.
     """
     tp = parallel.tp
     widths, hiddens = (5.0, 5.0) if run.v2 and not run.eager else (3.0, 3.5)
@@ -112,8 +113,11 @@ def forward(model: Model, layer: Layer, run: Run, parallel: Parallel, passing: f
         values = layer.cache.value_heads * layer.cache.value_head / tp
         attention = 4 * keys + (10 if run.eager else 6) * values
     if isinstance(layer.cache, Latent):
-        attention = projected if run.eager else 0.0
-    size = run.tokens * (hidden + attention) * run.element + passing
+        beside = hidden if run.v2 and not run.eager else (2 if run.eager else 1) * model.hidden
+        attention = latent_attention(model, layer, layer.cache, run, parallel)
+        size = run.tokens * (beside + attention) * run.element + passing
+    else:
+        size = run.tokens * (hidden + attention) * run.element
     size = max(size, run.tokens * (hidden + mlp) * run.element)
     if layer.experts:
         size = max(
@@ -126,13 +130,31 @@ def forward(model: Model, layer: Layer, run: Run, parallel: Parallel, passing: f
     return size
 
 
+def latent_attention(
+    model: Model, layer: Layer, cache: Latent, run: Run, parallel: Parallel
+) -> float:
+    """Widths alive beside the residual (and, uncompiled, the normed input) when MLA runs.
+
+    layers/mla.py: forward: the heads' queries and results and the latent. Uncompiled, Python
+    holds on to what they were made of: the joined projection (compressed query and latent),
+    and both of its norms. vLLM's profile run takes this path for sparse attention, too.
+    """
+    by_head = layer.qkv - cache.width + layer.attention_out
+    width = by_head / parallel.tp + cache.width
+    if run.eager:
+        width += 2 * cache.query + model.latent_rank
+    return width
+
+
 def expert_workspace(
     model: Model, run: Run, parallel: Parallel, quant: Quantisation, gpu: Gpu
 ) -> float:
     """Buffers of the fused experts, kept for all layers (v1/worker/workspace.py).
 
     triton_moe.py, deep_gemm_moe.py: workspace_shapes: one row for each token and chosen expert,
-    of max(width, hidden) and max(2 widths, hidden).
+    of max(width, hidden) and max(2 widths, hidden). DeepGEMM aligns each expert's rows, but on
+    Hopper it is not taken: fused_moe/oracle/fp8.py puts Triton first, and with expert
+    parallelism FlashInfer's CUTLASS, whose own buffers are not known and taken for as large.
     """
     layer = next((entry for entry in model.layers if entry.experts), None)
     if layer is None:
@@ -147,29 +169,64 @@ def expert_workspace(
     local = (
         cdiv(layer.experts, parallel.experts_over) if parallel.expert_parallel else layer.experts
     )
-    if scheme.kind == "fp8" and scheme.block and gpu.capability[0] >= 9:
-        rows = cdiv(rows + local * 127, 128) * 128  # DeepGEMM aligns each expert's rows
+    if scheme.kind == "fp8" and scheme.block and gpu.capability[0] >= 10:
+        rows = cdiv(rows + local * 127, 128) * 128
     return rows * (max(width, model.hidden) + max(2 * width, model.hidden)) * run.element
 
 
 def latent_workspace(model: Model, run: Run, parallel: Parallel) -> tuple[float, float]:
-    """MLA's buffers: (kept, only during the forward pass).
+    """MLA's buffers of the profile run: (kept, only during the forward pass).
 
-    Dense: the up-projected context of a chunked prefill, of
-    determine_chunked_prefill_workspace_size tokens. Sparse: gathered keys
-    (mla/indexer.py: 40 x max_model_len keys; flashmla_sparse.py: 5 x max_model_len latents),
-    and 512 MiB of index logits (VLLM_SPARSE_INDEXER_MAX_LOGITS_MB).
+    The up-projected context of a chunked prefill, of determine_chunked_prefill_workspace_size
+    tokens: mla_attention.py: forward_impl allocates it without metadata, sparse attention or
+    not. An indexer gathers keys (mla/indexer.py: 40 x max_model_len of them, and 1 MiB for the
+    choice), and takes 512 MiB of index logits (VLLM_SPARSE_INDEXER_MAX_LOGITS_MB) before that.
     """
     if not model.latent:
         return 0.0, 0.0
-    if model.indexed:
-        keys = 40 * run.max_model_len * 132.0 + MIB
-        latents = 5 * run.max_model_len * 576 * 2.0
-        return max(keys, latents), 512.0 * MIB
     tokens = min(max(8 * run.max_model_len, 4 * run.seqs * run.block), 64 * 1024)
     tokens = max(tokens, run.seqs * run.block)
     per_head = model.latent_up // max(model.latent_rank, 1)
-    return 0.0, tokens * (model.latent_heads / parallel.tp) * per_head * run.element
+    context = tokens * (model.latent_heads / parallel.tp) * per_head * run.element
+    if not model.indexed:
+        return 0.0, context
+    return 40 * run.max_model_len * 132.0 + MIB, max(context, 512.0 * MIB)
+
+
+def sparse_workspace(model: Model, run: Run, parallel: Parallel, gpu: Gpu) -> float:
+    """Workspace that sparse MLA takes when the model is made, so that it prints as weights.
+
+    flashmla_sparse.py: FlashMLASparseImpl.__init__: q_concat_buffer, latent and rotary part of
+    every head's query; with an fp8 cache also 5 x max_model_len latents in bf16. On Blackwell
+    FlashInfer's backend, which takes none, comes first for fp8 and for up to 16 heads
+    (platforms/cuda.py: _get_backend_priorities).
+    """
+    if not model.indexed:
+        return 0.0
+    width = max(layer.cache.width for layer in model.layers if isinstance(layer.cache, Latent))
+    heads = model.latent_heads / parallel.tp
+    packed = run.kv_dtype.startswith("fp8")
+    if gpu.capability[0] == 10 and (packed or heads <= 16):
+        return 0.0
+    latents = 5 * run.max_model_len * width * 2.0 if packed else 0.0
+    return run.tokens * heads * width * 2.0 + latents
+
+
+def made_with_model(model: Model, run: Run, parallel: Parallel, rules: Rules, gpu: Gpu) -> float:
+    """Buffers that are made with an MLA model and printed as weights.
+
+    sparse_workspace; DSA's chosen indices (deepseek_v2.py: topk_indices_buffer, int32); 128 MiB
+    that flashinfer_mla.py allocates when it is imported, as every backend is to be asked
+    whether it fits (and cutlass_mla.py as much again on Blackwell). Some 19 MiB more are
+    printed, whatever the model (five models, 8 to 78 layers, TP 1 to 8, on Hopper): where was
+    not found.
+    """
+    if not model.latent:
+        return 0.0
+    size = sparse_workspace(model, run, parallel, gpu) + run.tokens * model.index_topk * 4.0
+    if rules.allocates_on_import:
+        size += 128.0 * MIB * (2 if gpu.capability[0] == 10 else 1)
+    return size + 19.0 * MIB
 
 
 def encoder(model: Model, run: Run, parallel: Parallel) -> tuple[Term, float]:
@@ -209,12 +266,42 @@ def runner_buffers(model: Model, run: Run, kept_blocks: int) -> float:
     return size
 
 
-def non_torch(parallel: Parallel, gpu: Gpu, rules: Rules, *, last: bool) -> Term:
-    """CUDA modules, and NCCL with its peers: what torch did not allocate.
+#: allreduce_rms_fusion.py: FI_ALLREDUCE_FUSION_MAX_SIZE_MB: by capability and TP
+FUSED_MIB = {
+    (9, 0): {2: 64.0, 4: 2.0, 8: 0.5},
+    (10, 0): {2: 64.0, 4: 32.0, 8: 1.0},
+    (10, 3): {2: 64.0, 4: 64.0, 8: 2.0},
+}
 
-    Measured, not derived. Kernels loaded during the profile run: 0.07 GiB without sampling, 0.22
-    to 0.25 with (H100 and H200, vLLM 0.19 and 0.21). NCCL and custom all-reduce over NVLink: 1.8
-    to 1.9 GiB more (two and four H100, two H200); over PCIe some 0.4, with a wide range.
+
+def fused_reduce(model: Model, run: Run, parallel: Parallel, gpu: Gpu, rules: Rules) -> float:
+    """FlashInfer's buffers for an all-reduce joined with the norm after it.
+
+    A pass of torch.compile (allreduce_rms_fusion.py), so that there are none with enforce_eager.
+    flashinfer/comm/trtllm_ar.py: the values of every card, its flags, and three times the values
+    for small batches. mnnvl.py: SymmDeviceMemory rounds each of the three up to the multicast
+    granularity that the driver recommends, and from 0.6.16 on, without multicast, to 2 MiB. The
+    granularity is taken for 512 MiB: with that the runs with two and with four cards, of 64 and
+    of 2 MiB of values, come out as printed.
+    """
+    limit = FUSED_MIB.get(gpu.capability, {}).get(parallel.tp)
+    if limit is None or run.eager or not gpu.nvlink or not rules.fuses_allreduce:
+        return 0.0
+    token = model.hidden * run.element
+    values = parallel.tp * min(limit * MIB // token, run.tokens) * token
+    step = (512 if rules.multicast_steps else 2) * MIB
+    return sum(cdiv(int(size), step) * step for size in (values, 1.0, 3 * values))
+
+
+def non_torch(
+    model: Model, run: Run, parallel: Parallel, gpu: Gpu, rules: Rules, *, last: bool
+) -> Term:
+    """CUDA modules, NCCL with its peers, and fused_reduce: what torch did not allocate.
+
+    The first two are measured. Kernels loaded during the profile run: 0.07 GiB without sampling,
+    0.22 to 0.25 with (H100 and H200, vLLM 0.19 and 0.21). What NCCL connects during it: over
+    NVLink 0.31 to 0.39 GiB (two and four H100; two H200, eager and compiled); over PCIe some
+    0.4, with a wide range.
     """
     modules = rules.modules_gib * GIB
     base = (
@@ -222,12 +309,13 @@ def non_torch(parallel: Parallel, gpu: Gpu, rules: Rules, *, last: bool) -> Term
         if last
         else Term(0.07 * GIB, 0.05 * GIB, 0.2 * GIB)
     )
-    if parallel.tp > 1:
-        if gpu.nvlink:
-            extra = 1.83 + 0.03 * max(parallel.tp - 2, 0) ** 0.5
-            return base + Term(extra * GIB, 0.6 * GIB, 2.4 * GIB)
+    if parallel.tp == 1:
+        return base
+    if not gpu.nvlink:
         return base + Term(0.4 * GIB, 0.15 * GIB, 0.9 * GIB)
-    return base
+    peers = 0.32 + 0.03 * (parallel.tp - 2) ** 0.5
+    fused = fused_reduce(model, run, parallel, gpu, rules)
+    return base + Term(peers * GIB, 0.25 * GIB, 0.6 * GIB) + Term(fused, fused * 0.98, fused)
 
 
 def capture_sizes(run: Run) -> list[int]:
@@ -276,6 +364,16 @@ def _head_width(layer: Layer, model: Model) -> int:
     return layer.cache.head_v if isinstance(layer.cache, Attention) else 0
 
 
+def grown(wanted: float, made: float, rules: Rules) -> float:
+    """What the shared workspace takes more than was made with the model (v1/worker/workspace.py).
+
+    It grows by being made anew. The old one is freed only where no layer kept a view of it.
+    """
+    if wanted <= made:
+        return 0.0
+    return wanted if rules.keeps_sparse_workspace else wanted - made
+
+
 def needs(
     model: Model,
     run: Run,
@@ -294,7 +392,7 @@ def needs(
     kept, passing = latent_workspace(model, run, parallel)
     if not rules.keeps_workspace:
         experts, passing = 0.0, passing + experts
-    workspace = max(experts, kept)
+    workspace = grown(max(experts, kept), sparse_workspace(model, run, parallel, gpu), rules)
     peak_forward = max(forward(model, layer, run, parallel, passing) for layer in mine)
     peak_sampler = 0.0
     if last and model.generates:
@@ -320,7 +418,7 @@ def needs(
         buffers = runner_buffers(model, run, run.block)
     return Needs(
         activation=activation + Term.of(buffers, 0.1),
-        non_torch=non_torch(parallel, gpu, rules, last=last),
+        non_torch=non_torch(model, run, parallel, gpu, rules, last=last),
         graphs=graphs(model, run, parallel, rules, gpu),
         parts={
             "forward": peak_forward,

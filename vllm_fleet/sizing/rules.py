@@ -58,6 +58,14 @@ class Rules:
     #: mla_attention._canonicalize_sparse_mla_kv_cache_dtype: DSA on sm_12x keeps fp8_ds_mla by
     #: itself; before there is no sparse attention for it
     packs_sparse_keys: bool
+    #: compilation/passes/fusion/allreduce_rms_fusion.py is on by default (config/vllm.py: O2)
+    fuses_allreduce: bool
+    #: flashinfer/comm/mnnvl.py before 0.6.16 rounds to the multicast granularity
+    multicast_steps: bool
+    #: flashinfer_mla.py: g_fi_workspace is a module's own variable, not made on first use
+    allocates_on_import: bool
+    #: flashmla_sparse.py: FlashMLASparseImpl keeps views of the workspace it was made with
+    keeps_sparse_workspace: bool
     #: v1/worker/gpu/model_runner._dummy_sampler_run: the second runner profiles fp32 logits
     v2_samples_fp32: bool
 
@@ -139,5 +147,9 @@ def rules(version: str = DEFAULT_VERSION) -> Rules:
         counts_runner_buffers=minor >= 27,
         shares_indexers=minor >= 24,
         packs_sparse_keys=minor >= 24,
+        fuses_allreduce=minor >= 18,
+        multicast_steps=minor < 27,
+        allocates_on_import=minor < 25,
+        keeps_sparse_workspace=minor < 31,
         v2_samples_fp32=minor >= 33,
     )

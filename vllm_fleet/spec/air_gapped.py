@@ -68,8 +68,6 @@ def _outside(host: LoadedHost) -> Iterator[tuple[Loc, str]]:
     for key in ("http", "https"):
         if getattr(settings.proxy, key):
             yield ("proxy", key), "a proxy is a way out"
-    if "monitoring" in groups and settings.monitoring.grafana is not None:
-        yield ("monitoring", "grafana", "apt_source"), "Grafana comes from here"
     acme = settings.gateway.tls.acme if settings.gateway.tls else None
     if "gateway" in groups and acme is not None and acme.directory == PUBLIC_ACME:
         yield ("gateway", "tls", "acme"), f"the certificate comes from {PUBLIC_ACME}"

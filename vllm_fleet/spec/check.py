@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from vllm_fleet import paths
+from vllm_fleet import fabric, paths
 from vllm_fleet.spec import receivers
 from vllm_fleet.spec.air_gapped import check_air_gapped
 from vllm_fleet.spec.complaints import Complaint, Loc
@@ -19,7 +19,8 @@ from vllm_fleet.spec.tls import ACME_PORT, check_tls
 from vllm_fleet.spec.words import nearest
 
 NODE_EXPORTER_PORT = 9100  # on every host
-TAKEN = frozenset({"loaded", "manifest.json", "metrics", "weights"})  # in paths.STATE
+# In paths.STATE.
+TAKEN = frozenset({"changes", "loaded", "manifest.json", "metrics", "stacks", "weights"})
 NVITOP_PORT = 9146
 GRAFANA_PORT = 3000  # on monitoring hosts, where a package source is configured
 
@@ -86,6 +87,9 @@ def _cards_and_ports(found: Findings, host: LoadedHost) -> None:
         if first is not at:
             text = f"stands twice on {{hosts}}: {first.place} has it too"
             found.say(At(at.layer, (*at.loc, "name")), text, me)
+        if instance.name == fabric.NAME:
+            text = f"is the name of a file of ours in {paths.ETC} ({fabric.FILE}); choose another"
+            found.say(At(at.layer, (*at.loc, "name")), text)
         if instance.name in TAKEN:
             text = f"is the name of a folder or file of ours in {paths.STATE}; choose another"
             found.say(At(at.layer, (*at.loc, "name")), text)
@@ -295,6 +299,11 @@ def _names(found: Findings, loaded: Loaded) -> None:
             taken.setdefault(name, (name, "a model"))
     for layer in layers:
         for name, model in layer.models.items():
+            for adapter in model.adapters:
+                at = At(layer, ("models", name, "adapters", adapter))
+                owner, what = taken.setdefault(adapter, (name, f'an adapter of "{name}"'))
+                if (owner, what) != (name, f'an adapter of "{name}"'):
+                    found.say(at, f'"{adapter}" is {what} already', at_key=True)
             for index, alias in enumerate(model.aliases):
                 at = At(layer, ("models", name, "aliases", index))
                 if alias in model.aliases[:index] or alias == name:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_fleet import engine, engine_data
 from vllm_fleet.engine_args import ArgError, check_args
+from vllm_fleet.model_options import given_options, setting_options, unheard
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.entries import holds_nul
 from vllm_fleet.spec.findings import At, Findings, placed
@@ -48,7 +49,7 @@ def check_engine(found: Findings, warnings: Findings, loaded: Loaded) -> None:
                     configs[path] = None
                     found.add(error.complaints[0], error.complaints[0].text)
             config = configs[path]
-            args = {**model.vllm_args, **instance.vllm_args}
+            args = given_options(instance.model, model, instance)
             if config and (problem := architecture_problem(version, config, args)):
                 found.say(At(models, ("models", instance.model, "repo")), problem)
 
@@ -86,7 +87,24 @@ def _options(
     owners: dict[str, At] = {}
     words: list[str] = []
     alone: dict[ArgError, str] = {}
+    settings = setting_options(instance.model, model)
+    for name, (setting, value) in settings.items():
+        place = At(models, ("models", instance.model, setting))
+        its = [word for line in engine.option_words(name, value) for word in line]
+        words += its
+        owners[name] = place
+        for error in _checked(version, tuple(its)):
+            alone.setdefault(error, name)
+    for key, since in unheard(model, version).items():
+        place = At(models, ("models", instance.model, "generation_config", key))
+        text = f"vLLM {version} leaves it out without a word; from vLLM {since} on it holds"
+        found.say(place, text, at_key=True)
     for name, value, place in _written(at, instance, model, models):
+        plain = _plain(name).removeprefix("no-").partition(".")[0]
+        if plain in settings:
+            text = f"is set by `{settings[plain][0]}` of model {instance.model}: write it there"
+            found.say(place, text, at_key=True)
+            continue
         if place.layer.flawed(place.loc) or not _is_name(name) or holds_nul(value):
             continue  # refused already
         its = [word for line in engine.option_words(_plain(name), value) for word in line]
@@ -100,6 +118,8 @@ def _options(
         text = error.problem + (
             f"; write {_as_yaml(error.instead, version)}" if error.instead else ""
         )
+        if owner in settings:
+            text = f"option `{owner}` of it: {text}"
         found.say(place, text, at_key=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ class Inputs:
     placement: Placement = field(default_factory=Placement)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by config_path
     listings: dict[str, Listing] = field(default_factory=dict)  # by listings.path_of
+    packages_lists: dict[str, str] = field(default_factory=dict)  # of bundles, by system
 
     def lock(self, spec: HostSpec, version: str) -> str | None:
         """Text of the lock that a host uses for a version; None where it uses none."""
@@ -108,6 +110,17 @@ def version_of(spec: HostSpec, instance: Instance) -> str:
     return version
 
 
+def read_packages_locks(root: Path) -> dict[str, str]:
+    """Checksums of the bundle's lists of Debian packages, by system; files without one are none."""
+    found = {}
+    for path in root.glob("locks/apt-*.txt"):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        sums = [line for line in lines if re.fullmatch(r"[0-9a-f]{64}", line)]
+        if len(sums) == 1:
+            found[path.stem.removeprefix("apt-")] = sums[0]
+    return found
+
+
 def read_inputs(fleet: Fleet) -> Inputs:
     """The files that a checked fleet names, relative to its directory.
 
@@ -115,6 +128,8 @@ def read_inputs(fleet: Fleet) -> Inputs:
     """
     root = Path(fleet.root)
     inputs = Inputs(placement=read_placement(root, fleet.inventory))
+    if any(spec.settings.air_gapped for spec in fleet.hosts):
+        inputs.packages_lists.update(read_packages_locks(root))
     for spec in fleet.group("gpu"):
         for instance in spec.instances:
             path = config_path(instance.model, spec.settings.models[instance.model])
@@ -133,7 +148,8 @@ def read_inputs(fleet: Fleet) -> Inputs:
         if spec.settings.vllm_lock:
             for instance in spec.instances:
                 path = lock_path(spec.settings.vllm_lock, version_of(spec, instance))
-                inputs.locks[path] = (root / path).read_text(encoding="utf-8")
+                if path not in inputs.locks:
+                    inputs.locks[path] = (root / path).read_text(encoding="utf-8")
     for spec in fleet.group("monitoring"):
         grafana = spec.settings.monitoring.grafana
         if grafana and grafana.key_file:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
@@ -149,6 +150,80 @@ class Traffic(Settings):
     )
 
 
+class Adapter(Settings):
+    """A LoRA adapter on a model; clients ask for it by its own name."""
+
+    path: Path = Field(
+        description="Directory on the hosts that holds it (adapter_config.json).",
+        examples=["/data/adapters/support"],
+    )
+    rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="Its rank (`r` in adapter_config.json), or the next one up that is listed."
+    )
+
+
+class GenerationConfig(Settings):
+    """Sampling where a request says nothing; a request's own values hold over these.
+
+    What is null here is as in the model's generation_config.json.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="0: always the likeliest token.", examples=[0.7]
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Sample from the likeliest tokens of this share.", examples=[0.8]
+    )
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="Sample from so many of the likeliest tokens; 0: all.", examples=[20]
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Least share of the likeliest token's probability.", examples=[0.05]
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = Field(
+        None, description="Above 1: tokens that came before become less likely.", examples=[1.05]
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None,
+        description="Above 0: tokens that came before become less likely (from vLLM 0.31).",
+        examples=[0.5],
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None,
+        description="Above 0: the less, the oftener they came (from vLLM 0.31).",
+        examples=[0.2],
+    )
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Longest answer in tokens; a request may ask for less, not for more.",
+        examples=[4096],
+    )
+
+
+class Reasoning(Settings):
+    """A model that thinks before it answers."""
+
+    parser: Name = Field(
+        description="Parser of vLLM that tells thinking from answer.", examples=["glm45"]
+    )
+    thinking: bool | None = Field(
+        None,
+        description="Whether it thinks where a request says nothing; null: as its template does. "
+        "Requests say it by `chat_template_kwargs`.",
+        examples=[False],
+    )
+    thinking_key: Name = Field(
+        "enable_thinking", description="Name of that switch in the model's chat template."
+    )
+    budget: bool = Field(
+        False,
+        description="Let requests bound their thinking by `thinking_token_budget` (from vLLM "
+        "0.19).",
+    )
+    begins: OneLine = Field("<think>", description="Text that begins the thinking, for `budget`.")
+    ends: OneLine = Field("</think>", description="Text that ends it.")
+
+
 class Model(Settings):
     """One model: where its weights come from and how it is served."""
 
@@ -179,6 +254,17 @@ class Model(Settings):
     )
     trust_remote_code: bool = Field(
         False, description="Run code from the repository; only with a commit as revision."
+    )
+    adapters: dict[Name, Adapter] = Field(
+        default_factory=dict,
+        description="LoRA adapters on it, by the name clients use.",
+    )
+    generation_config: GenerationConfig = Field(
+        default_factory=GenerationConfig,
+        description="Sampling where a request says nothing.",
+    )
+    reasoning: Reasoning | None = Field(
+        None, description="How it thinks before it answers; null: it does not, or untold."
     )
     vllm_version: Version | None = Field(
         None,
@@ -324,6 +410,13 @@ class Instance(Settings):
         examples=[{"NCCL_DEBUG": "INFO"}],
     )
 
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if value.endswith(".spare"):
+            raise ValueError("must not end in .spare: a rollout calls its own instances so")
+        return value
+
     @field_validator("cards")
     @classmethod
     def _cards(cls, value: tuple[int, ...] | str) -> tuple[int, ...] | str:
@@ -448,6 +541,43 @@ class AirGapped(Settings):
     )
     port: Annotated[int, Field(ge=1024, le=65535)] = Field(
         8996, description="Port for it on that host, answered to the fleet's addresses alone."
+    )
+
+
+class Nccl(Settings):
+    """How nodes of models that span hosts reach each other; nccl.py finds out, tests and keeps."""
+
+    interface: Interface | None = Field(
+        None,
+        description="Interface of this host that carries it; null: found, one whose network all "
+        "hosts of the fabric share. Name it where hosts are joined by routers.",
+        examples=["bond0"],
+    )
+    rdma: Literal["auto", "required", "off"] = Field(
+        "auto",
+        description="InfiniBand or RoCE: auto takes it where every host has it; required refuses "
+        "hosts without, and a test in which NCCL fell back to sockets.",
+    )
+    env: dict[EnvName, Value] = Field(
+        default_factory=dict,
+        description="NCCL's own variables; they win over what is found, and are checked against "
+        "the host. Variables for debugging are refused.",
+        examples=[{"NCCL_IB_TC": "106"}],
+    )
+    floor_gbyte: Annotated[float, Field(strict=False, gt=0)] | None = Field(
+        None,
+        description="Least bus bandwidth of an all-reduce over all hosts, in GB a second; null: a "
+        "quarter of the slowest link's speed, where links tell theirs.",
+        examples=[20],
+    )
+    test_mib: Annotated[int, Field(ge=1, le=4096)] = Field(
+        256, description="Largest message of the test; cards take four times as much."
+    )
+    test_seconds: Annotated[int, Field(ge=20)] = Field(
+        120, description="How long the test of all hosts together may take."
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        29400, description="Port of the first host at which the ranks of the test meet."
     )
 
 
@@ -964,6 +1094,31 @@ class Rollout(Settings):
     )
 
 
+class PythonArchive(Settings):
+    """A relocatable Python that releases are made with, where the hosts' own does not suit."""
+
+    source: Annotated[
+        str,
+        Field(pattern=r"^(https?://|/)[^\s]+$"),
+        Wants('a URL, or an absolute path such as "/srv/cpython-3.12-install_only.tar.gz"'),
+    ] = Field(
+        description="Where the archive is: a URL, or a path on each host. A .tar.gz, .tar.xz or "
+        ".tar.bz2 with bin/python3, such as an install_only build of python-build-standalone.",
+        examples=[
+            "https://mirror.lan/cpython-3.12.11-x86_64-unknown-linux-gnu-install_only.tar.gz"
+        ],
+    )
+    sha256: Annotated[
+        str, Field(pattern=r"^[0-9a-f]{64}$"), Wants("a sha256: 64 hex digits, lower case")
+    ] = Field(
+        description="sha256 of the archive; another one is refused.",
+        examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"],
+    )
+    version: Annotated[str, Field(pattern=r"^3\.\d+$"), Wants('a version such as "3.12"')] = Field(
+        description="Python in the archive.", examples=["3.12"]
+    )
+
+
 class HostSettings(Settings):
     """Every top-level key of group_vars, as one host has it after merging."""
 
@@ -1017,6 +1172,11 @@ class HostSettings(Settings):
     python: OneLine = Field(
         "python3", description="Interpreter that releases are made with.", examples=["python3.12"]
     )
+    python_archive: PythonArchive | None = Field(
+        None,
+        description="Python for releases from an archive, in place of `python`; null: the "
+        "hosts' own. Releases that stand keep theirs.",
+    )
     package_index: PackageIndex = Field(
         default_factory=PackageIndex, description="Where Python packages come from."
     )
@@ -1069,6 +1229,11 @@ class HostSettings(Settings):
         description="Further addresses and networks that may reach the instances' ports.",
         examples=[["10.0.9.0/24"]],
     )
+    nccl: Nccl | None = Field(
+        None,
+        description="This host takes part in the fabric of models that span hosts; null: it does "
+        "not. `{}` has everything found.",
+    )
     probe: Probe = Field(
         default_factory=Probe, description="Asks each instance for a token; frees wedged ones."
     )
@@ -1097,7 +1262,7 @@ class HostSpec(Settings):
     address: str
     settings: HostSettings
 
-    @property
+    @cached_property
     def instances(self) -> tuple[Instance, ...]:
         """The instances placed on this host, in declared order; of a span its own rank."""
         return tuple(part_of(i, self.name) for i in self.settings.instances if self.name in i.hosts)

@@ -68,7 +68,8 @@ def _client_names(loaded: Loaded) -> list[str] | None:
             continue
         names.update(dict.fromkeys(layer.broken_models))
         for name, model in layer.models.items():
-            names.update(dict.fromkeys((name, *model.aliases, *engine.lora_names(model.vllm_args))))
+            adapters = (*model.adapters, *engine.lora_names(model.vllm_args))
+            names.update(dict.fromkeys((name, *model.aliases, *adapters)))
         for _, instance in placed(host):
             names.update(dict.fromkeys(engine.lora_names(instance.vllm_args)))
     return list(names)

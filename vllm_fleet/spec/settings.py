@@ -25,6 +25,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "models",
             "python",
+            "python_archive",
             "package_index",
             "package_cache",
             "proxy",
@@ -53,6 +54,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "hold_driver_packages",
             "firewall",
             "firewall_allow",
+            "nccl",
             "probe",
             "gpu_metrics",
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from vllm_fleet.engine import SPAN_OPTIONS
 from vllm_fleet.spec.findings import At, Findings
@@ -13,7 +12,6 @@ from vllm_fleet.spec.model import (
     RAY_PORTS,
     RAY_WORKER_PORTS,
     Instance,
-    Model,
     Rank,
     Span,
     part_of,
@@ -151,15 +149,6 @@ def _own_ports(found: Findings, at: At, instance: Instance) -> None:
         if first != setting:
             found.say(at, f"{setting}: port {port} is its `{first}` already", at_key=True)
             return
-
-
-def model_args(model: Model, one: Instance) -> dict[str, Any]:
-    """Options of a model for an instance: those by which a span is one server are its own."""
-    return {
-        name: value
-        for name, value in model.vllm_args.items()
-        if one.span is None or name.replace("_", "-").removeprefix("no-") not in SPAN_OPTIONS
-    }
 
 
 def _ours(found: Findings, at: At, instance: Instance) -> None:

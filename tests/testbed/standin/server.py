@@ -7,7 +7,9 @@ an instance's environment may override a value: ``STANDIN_TOKENS_PER_SECOND=5``.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -23,7 +25,9 @@ from typing import Any
 import uvicorn  # type: ignore[import-not-found]
 
 HERE = Path(__file__).parent
-START = time.monotonic()
+STARTED = time.time()
+# Observed at the first token of an answer, and at each later one.
+AT_TOKENS = ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds")
 
 
 def behaviour() -> SimpleNamespace:
@@ -135,6 +139,30 @@ def engine_process(name: str) -> subprocess.Popen[bytes]:
     )
 
 
+class Histogram:
+    """Counts below each bound."""
+
+    def __init__(self, bounds: list[float]) -> None:
+        self.bounds = [*bounds, float("inf")]
+        self.counts = [0] * len(self.bounds)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def samples(self, name: str, labels: str) -> list[str]:
+        """As prometheus_client writes them."""
+        counts = list(itertools.accumulate(self.counts))
+        bounds = [str(float(b)).replace("inf", "+Inf") for b in self.bounds]
+        rows = zip(bounds, counts, strict=True)
+        return [
+            *(f'{name}_bucket{{{labels},le="{bound}"}} {count}' for bound, count in rows),
+            f"{name}_count{{{labels}}} {counts[-1]}",
+            f"{name}_sum{{{labels}}} {self.total}",
+        ]
+
+
 class App:
     """The ASGI application; ``state.engine_client.errored`` is what the gate looks at."""
 
@@ -143,10 +171,16 @@ class App:
         self.ranks = ranks
         self.names = options.get("served-model-name") or [options["model"]]
         self.longest = int(one(options, "max-model-len", "4096"))
-        self.slots = asyncio.Semaphore(int(one(options, "max-num-seqs", "256")))
+        self.most = int(one(options, "max-num-seqs", "256"))
+        self.slots = asyncio.Semaphore(self.most)
         self.state = SimpleNamespace(engine_client=SimpleNamespace(errored=False))
-        self.running = 0
+        self.running = self.waiting = 0
         self.prompt = self.generated = self.finished = 0
+        self.histograms = {
+            name: Histogram(kept["bounds"])
+            for name, kept in how.metrics.items()
+            if kept["kind"] == "histogram"
+        }
         self.first_client = 0.0  # when the first request came that is no warm-up or probe
         self.engine = 0  # pid
         self.shown = ""
@@ -208,15 +242,44 @@ class App:
         return self.shown
 
     def report(self) -> str:
-        """What the engine counts now."""
+        """What the engine counts now, every metric of its version in vLLM's own form."""
         known = {
             "vllm:num_requests_running": self.running,
+            "vllm:num_requests_waiting": self.waiting,
+            "vllm:kv_cache_usage_perc": self.running / self.most,
             "vllm:prompt_tokens_total": self.prompt,
+            "vllm:prefix_cache_queries_total": self.prompt,
             "vllm:generation_tokens_total": self.generated,
             "vllm:request_success_total": self.finished,
+            "process_start_time_seconds": STARTED,
+            "process_resident_memory_bytes": 1 << 30,
         }
-        labels = f'{{engine="0",model_name="{self.names[0]}"}}'
-        return "".join(f"{n}{labels} {known.get(n, 0)}\n" for n in self.how.metrics)
+        lines = []
+        for name, kept in self.how.metrics.items():
+            lines.append(f"# TYPE {name} {kept['kind']}")
+            labels = f'model_name="{self.names[0]}"' if ":" in name else ""
+            if labels and kept["engine"]:
+                labels = f'engine="0",{labels}'
+            if name in self.histograms:
+                lines += self.histograms[name].samples(name, labels)
+                continue
+            own = [f'{k}="{v}"' for k, values in kept["labels"].items() for v in values]
+            for number, more in enumerate(own or [""]):
+                of = ",".join(filter(None, (labels, more)))
+                value = known.get(name, 0) if not number else 0
+                lines.append(f"{name}{{{of}}} {value}" if of else f"{name} {value}")
+        return "\n".join(lines) + "\n"
+
+    def observe(self, name: str, value: float) -> None:
+        """One value of a histogram, where this version has it."""
+        if name in self.histograms:
+            self.histograms[name].observe(value)
+
+    def observe_end(self, took: float, prompt: int, generated: int) -> None:
+        """What vLLM observes when a request ends."""
+        for name in self.histograms.keys() - set(AT_TOKENS):
+            tokens = prompt if "prompt" in name or "prefill_kv" in name else generated
+            self.observe(name, took if name.endswith("_seconds") else tokens)
 
     async def post(self, path: str, body: bytes, send: Any) -> None:
         try:
@@ -245,12 +308,17 @@ class App:
             data = [{"object": "embedding", "index": 0, "embedding": [0.0, 1.0]}]
             await reply(send, 200, {"object": "list", "model": self.names[0], "data": data})
             return
+        self.waiting += 1
+        try:
+            await self.slots.acquire()
+        finally:
+            self.waiting -= 1
         self.running += 1
         try:
-            async with self.slots:
-                await self.generate(asked, prompt, wanted, path.endswith("/chat/completions"), send)
+            await self.generate(asked, prompt, wanted, path.endswith("/chat/completions"), send)
         finally:
             self.running -= 1
+            self.slots.release()
 
     async def generate(
         self, asked: dict[str, Any], prompt: int, wanted: int, chat: bool, send: Any
@@ -259,7 +327,7 @@ class App:
         how = self.how
         if how.fault == "never ends":
             wanted = 10**9
-        begun = time.monotonic()
+        begun = last_token = time.monotonic()
         self.prompt += prompt
         usage = {"prompt_tokens": prompt, "completion_tokens": wanted}
         usage["total_tokens"] = prompt + wanted
@@ -279,6 +347,9 @@ class App:
             ):  # as a hung engine: nothing comes, nothing is counted
                 await asyncio.sleep(0.05)
             self.generated += 1
+            now = time.monotonic()
+            self.observe(AT_TOKENS[bool(number)], now - last_token)
+            last_token = now
             if not stream:
                 continue
             delta = {"content": f"w{number} "}
@@ -286,6 +357,7 @@ class App:
             choice |= {"delta": delta} if chat else {"text": delta["content"]}
             await event(send, {**base, "object": kind + ".chunk", "choices": [choice]})
         self.finished += 1
+        self.observe_end(time.monotonic() - begun, prompt, wanted)
         last: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         if stream:
             end: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
@@ -361,6 +433,7 @@ def main() -> None:
     if "headless" in options:
         ranks.serve_headless()
     longest = int(one(options, "max-model-len", "4096"))
+    say("default_loader.py:502", f"Loading weights took {how.start_seconds:.2f} seconds")
     say("gpu_worker.py:298", f"Available KV cache memory: {how.kv_gib:.2f} GiB")
     say("kv_cache_utils.py:1087", f"GPU KV cache size: {how.kv_tokens:,} tokens")
     ratio = how.kv_tokens / longest

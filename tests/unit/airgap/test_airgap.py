@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import airgap, release
+from vllm_fleet.onhost import bundle as onhost
 from vllm_fleet.operations import host
-from vllm_fleet.plan import TOOLS_LOCK, HostPlan, plan_fleet
+from vllm_fleet.operations.remote import Script
+from vllm_fleet.plan import TOOLS_LOCK, HostPlan, Refusal, plan_fleet
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import read_inputs
@@ -19,6 +22,13 @@ from vllm_fleet.spec.inputs import read_inputs
 GAP = 'vllm_lock: "locks/{version}.txt"\nair_gapped: {bundle: /srv/bundle, host: gw-1}\n'
 LOCK = f"vllm==0.32.0 \\\n    --hash=sha256:{'0' * 64}\n"
 URL = "http://10.0.0.9:8996"
+HELD: dict[str, Any] = {
+    "locks": [],
+    "models": [],
+    "archives": [],
+    "systems": {"debian-12-amd64": ["nginx"]},
+    "files": {},
+}
 MODELS = {
     "glm": ("ZhipuAI/GLM-4-9B-0414", "v1"),
     "qwen": ("Qwen/Qwen3-8B", "v2"),
@@ -30,6 +40,7 @@ def pinned(root: Path) -> None:
     for folder in ("locks", "listings"):
         (root / folder).mkdir(exist_ok=True)
     (root / "locks/0.32.0.txt").write_text(LOCK)
+    (root / "locks/apt-debian-12-amd64.txt").write_text(f"# sha256\n{'d' * 64}\n")
     for name, (repo, revision) in MODELS.items():
         listing = {
             "source": "modelscope",
@@ -67,8 +78,49 @@ def test_everything_comes_from_the_bundle(tmp_path: Path) -> None:
     assert f"{URL}/apt/debian-12-amd64/ ./" in listed[airgap.SOURCES]
     texts = "".join(json.dumps(w.order) for w in gpu.weights) + json.dumps(gpu.releases[0].order)
     texts += json.dumps(gpu.tools.order)
-    for word in ("modelscope.cn", "huggingface.co", "pypi.org", "wheels.vllm.ai", "pytorch.org"):
-        assert word not in texts.replace(TOOLS_LOCK, "")
+    asked = re.findall(r"https?://[^/\"'\s]+", texts.replace(TOOLS_LOCK, ""))
+    assert set(asked) == {URL}
+
+
+def test_python_and_grafana_come_from_the_bundle_too(tmp_path: Path) -> None:
+    pinned(tmp_path)
+    more = (
+        "python_archive: {source: 'https://mirror.example/py.tar.gz', version: '3.12', "
+        f"sha256: {'ab' * 32}}}\n"
+        "monitoring: {grafana: {apt_source: 'deb https://mirror.example stable main'}}\n"
+    )
+    found = resolved(fleet(tmp_path, all=ALL + GAP + more))
+    plans_ = plan_fleet(found, states(found), read_inputs(found))
+    archive = plans_["gpu-1"].releases[0].order["python_archive"]
+    assert archive["source"] == f"{URL}/python/3.12-{'ab' * 8}.tar"  # type: ignore[index]
+    texts = {file.path: file.content for plan in plans_.values() for file in plan.files}
+    assert not [path for path, text in texts.items() if "mirror.example" in str(text)]
+    serving = next(plan for plan in plans_.values() if plan.bundle is not None)
+    assert serving.bundle is not None
+    needs = serving.bundle.order["needs"]
+    assert needs["archives"] == {"ab" * 32: "of Python 3.12"}  # type: ignore[index]
+    assert "grafana" in plans_["gw-1"].packages
+    lacking = onhost.lacking(HELD, needs)  # type: ignore[arg-type]
+    assert "archive of Python 3.12" in lacking
+    assert "Debian package grafana for debian-12-amd64" in lacking
+    assert any(one.startswith("packages of locks/apt-debian-12-amd64.txt") for one in lacking)
+
+
+def test_a_bundle_for_another_system_is_refused_with_what_to_add() -> None:
+    (text,) = onhost.lacking(HELD, {"systems": {"ubuntu-24.04-amd64": ["nginx"]}})
+    assert "Debian packages for ubuntu-24.04-amd64" in text
+    assert "it has those for debian-12-amd64" in text
+    assert "--system ubuntu-24.04-amd64=FILE" in text
+
+
+def test_packages_without_a_checksum_of_their_list_are_refused(tmp_path: Path) -> None:
+    pinned(tmp_path)
+    (tmp_path / "locks/apt-debian-12-amd64.txt").write_text("# cut off\n")
+    found = resolved(fleet(tmp_path, all=ALL + GAP))
+    with pytest.raises(Refusal) as refused:
+        plan_fleet(found, states(found, packages=[]), read_inputs(found))
+    assert "gpu-1: runs debian-12-amd64, and locks/apt-debian-12-amd64.txt" in str(refused.value)
+    assert "`fleet bundle`" in str(refused.value)
 
 
 def test_variants_name_no_public_index(tmp_path: Path) -> None:
@@ -109,16 +161,19 @@ def test_what_the_bundle_must_hold(tmp_path: Path) -> None:
         "source": "/srv/bundle",
         "locks": list(needs["locks"]),
         "listings": list(needs["listings"]),
+        "packages": list(needs["packages"]),
         "systems": needs["systems"],
     }
     again = plans(tmp_path, gw_1={"bundle": stamp, "units": {airgap.UNIT: unit()}})["gw-1"].bundle
     assert again is not None
     assert again.held
-    for key in ("locks", "listings"):
+    for key in ("locks", "listings", "packages"):
         less = plans(tmp_path, gw_1={"bundle": {**stamp, key: stamp[key][1:]}})["gw-1"].bundle
         assert less is not None
         assert not less.held
     ubuntu = {"id": "ubuntu", "version": "24.04", "name": "Ubuntu 24.04"}
+    pinned(tmp_path)
+    (tmp_path / "locks/apt-ubuntu-24.04-amd64.txt").write_text(f"{'e' * 64}\n")
     other = plans(tmp_path, gw_1={"bundle": stamp}, gpu_2={"os": ubuntu})
     assert other["gw-1"].bundle is not None
     assert not other["gw-1"].bundle.held
@@ -126,7 +181,8 @@ def test_what_the_bundle_must_hold(tmp_path: Path) -> None:
 
 def test_apt_has_one_source_and_no_proxy(tmp_path: Path) -> None:
     plan = plans(tmp_path)["gpu-2"]
-    (command,) = [c for c in host.packages._inner(plan=plan) if isinstance(c, str)]
+    yielded = host.packages._inner(plan=plan)
+    (command,) = [c.get_raw_value() for c in yielded if not isinstance(c, str | Script)]
     for word in (
         f"-o Dir::Etc::SourceList={airgap.SOURCES} ",
         "-o Dir::Etc::SourceParts=/dev/null ",
@@ -149,16 +205,12 @@ def test_a_host_without_a_lock_and_models_without_listings(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        ("package_index: {index_url: 'https://pypi.org/simple'}\n", "package_index.index_url"),
+        ("package_index: {index_url: 'https://index.example/simple'}\n", "package_index.index_url"),
         ("package_index: {find_links: ['http://x/']}\n", "package_index.find_links"),
         ("package_index: {extra_index_urls: ['http://x/']}\n", "package_index.extra_index_urls"),
         ("hub: {endpoint: 'http://x'}\n", "hub.endpoint"),
         ("hub: {huggingface_endpoint: 'http://x'}\n", "hub.huggingface_endpoint"),
         ("proxy: {https: 'http://x:3128'}\n", "proxy.https"),
-        (
-            "monitoring: {grafana: {apt_source: 'deb http://x stable main'}}\n",
-            "monitoring.grafana.apt_source",
-        ),
         (
             "gateway: {listen: 443, tls: {acme: {email: a@b.example, domains: [a.example]}}}\n",
             "gateway.tls.acme",

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ import pytest
 from tests.testbed import hub as stub
 from tests.testbed import tiny_models
 from tests.testbed.made_wheels import wheel
-from vllm_fleet import bundle, listings, release
+from tests.unit.fleets import ALL, fleet
+from vllm_fleet import airgap, bundle, listings, release
 from vllm_fleet.onhost import bundle as onhost
 from vllm_fleet.onhost import hub, state
 from vllm_fleet.onhost.tools import Refusal
-from vllm_fleet.spec.model import HostSettings, Hub, Model
+from vllm_fleet.spec.model import HostSettings, Hub, Model, PythonArchive
 
 REPO = "Tiny/qwen3"
 
@@ -295,3 +296,36 @@ def test_wheels_of_another_build_are_refused(site: Site) -> None:
     wanted = bundle.Wanted((lock,), (), (), site.wanted.pip)
     with pytest.raises(bundle.BundleError, match="not the one that the lock names"):
         bundle.make(wanted, site.folder, site.root, print)
+
+
+def test_a_python_is_taken_along_and_served_as_hosts_are_told(site: Site, tmp_path: Path) -> None:
+    data = tmp_path / "py.tar.gz"
+    data.write_bytes(b"an archive")
+    checksum = hashlib.sha256(b"an archive").hexdigest()
+    archive = PythonArchive(source=str(data), sha256=checksum, version="3.12")
+    site.wanted = replace(site.wanted, archives=(archive,))
+    site.make()
+    site.take(archives={checksum: "of Python 3.12"})
+    with serving(site.taken) as url:
+        asked = f"{url}/{airgap.archive_name(archive)}"
+        assert urllib.request.urlopen(asked).read() == b"an archive"
+    data.write_bytes(b"another")
+    site.make()  # what is there is right, and not asked for again
+    site.wanted = replace(site.wanted, archives=(archive.model_copy(update={"sha256": "1" * 64}),))
+    with pytest.raises(bundle.BundleError, match="is not the archive that python_archive"):
+        site.make()
+
+
+def test_tools_are_for_the_python_of_the_system_whatever_releases_are_made_with(
+    tmp_path: Path,
+) -> None:
+    """A lock for 3.13 on Debian 12, whose own Python is 3.11."""
+    (tmp_path / "locks").mkdir()
+    pin = f"vllm==0.32.0 \\\n    --hash=sha256:{'0' * 64}\n"
+    head = "# vllm==0.32.0 for Python 3.13 on x86_64, as of 2026-05-15 (UTC).\n"
+    (tmp_path / "locks/0.32.0.txt").write_text(head + pin)
+    found = fleet(tmp_path, all=ALL + 'vllm_lock: "locks/{version}.txt"\n')
+    systems = (bundle.System("debian-12-amd64"), bundle.System("ubuntu-24.04-arm64"))
+    locks = bundle.locks_of(found, None, systems)
+    tools = {(one.python, one.platform) for one in locks if "tools" in one.name}
+    assert tools == {("3.13", "x86_64"), ("3.11", "x86_64"), ("3.12", "aarch64")}

@@ -13,6 +13,7 @@ from vllm_fleet.causes.table import TableError, parse
 
 HERE = Path(__file__).parent
 REPORTS: dict[str, str] = yaml.safe_load((HERE / "reports.yml").read_text())
+EXCERPTS: list[dict[str, str]] = yaml.safe_load((HERE / "excerpts.yml").read_text())
 HARMLESS: list[str] = yaml.safe_load((HERE / "harmless.yml").read_text())
 
 BOOT = """\
@@ -39,6 +40,13 @@ def test_report_is_explained(name: str) -> None:
     assert found[0].line in REPORTS[name]
 
 
+@pytest.mark.parametrize("number", range(len(EXCERPTS)))
+def test_excerpt_of_another_report_is_explained(number: int) -> None:
+    found = match(EXCERPTS[number]["text"])
+    assert found
+    assert found[0].id in EXCERPTS[number]["id"].split("|")
+
+
 @pytest.mark.parametrize("name", [c.id for c in load() if c.rank < Rank.GENERIC])
 def test_root_is_named_before_the_generic_last_lines(name: str) -> None:
     found = match(BOOT + REPORTS[name] + LAST_LINES)
@@ -49,6 +57,20 @@ def test_root_is_named_before_the_generic_last_lines(name: str) -> None:
 @pytest.mark.parametrize("number", range(len(HARMLESS)))
 def test_sound_log_is_not_accused(number: int) -> None:
     assert match(HARMLESS[number]) == []
+
+
+def test_a_whole_log_of_the_engine_from_start_to_stop_is_not_accused() -> None:
+    """As vLLM 0.32.0 printed it on a processor; its stop ends with a traceback, and is sound."""
+    log = (HERE / "start_and_stop_0.32.0.log").read_text()
+    assert match(log) == []
+    died = log + "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+    assert match(died)[0].id == "illegal-access"
+
+
+def test_what_must_not_occur_rules_out() -> None:
+    line = "ERROR [async_llm.py:906] AsyncLLM output_handler failed.\n"
+    assert [m.id for m in match(line)] == ["engine-dead"]
+    assert match("INFO [core_client.py:777] [shutdown] MPClient: complete\n" + line) == []
 
 
 @pytest.mark.parametrize(
@@ -98,6 +120,10 @@ def test_a_large_log_takes_seconds() -> None:
     began = time.monotonic()
     assert match(lines) == []
     assert time.monotonic() - began < 10
+    # Lines that tell of more are kept, wherever they stand.
+    last = "ValueError: No available memory for the cache blocks.\n"
+    (found,) = match(lines + last)
+    assert found.id == "no-kv-memory"
 
 
 ENTRY = "- {id: a, pattern: 'x', where: engine, cause: c, remedy: r, source: s}\n"

@@ -28,7 +28,14 @@ def test_writes_a_directory_that_checks_clean(tmp_path: Path, name: str) -> None
     for inventory in ("prod", "local"):
         checked = CliRunner().invoke(main, ["check", str(directory / f"inventory/{inventory}.py")])
         assert checked.exit_code == 0, checked.stderr
-    for name in ("deploy.py", "upgrade.py", "rollback.py", "maintain.py"):
+    for name in (
+        "deploy.py",
+        "upgrade.py",
+        "rollback.py",
+        "maintain.py",
+        "nccl.py",
+        "bench.py",
+    ):
         compile((directory / name).read_text(), name, "exec")
     assert "/secrets/" in (directory / ".gitignore").read_text().splitlines()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.unit import large
 from tests.unit.deploys.test_fake import fleet_command, lay_out
 from tests.unit.fleets import unit
 
@@ -90,3 +92,29 @@ def test_held_down_and_unreached_hosts_are_told(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "@fake/gpu-2: gave no facts" in done.stdout
     assert "@fake/gpu-2/a  unknown" in done.stdout
+
+
+def test_of_a_large_fleet_only_what_is_odd_is_listed(tmp_path: Path) -> None:
+    large.write_files(tmp_path, 22, delay=0)
+    states = large.settle(tmp_path)
+    odd = states[f"{large.PREFIX}gpu-7"]
+    odd.instances["i3"]["ready"] = False
+    (tmp_path / "states" / "gpu-7.json").write_text(json.dumps(asdict(odd)))
+    done = fleet_command(tmp_path, "status", "inventory/prod.py")
+    assert done.returncode == 1
+    assert "159 instances are ready, with what is wanted: --all lists them" in done.stdout
+    assert f"{large.PREFIX}gpu-7/i3: not ready" in done.stdout
+    assert f"{large.PREFIX}gpu-8/i3" not in done.stdout
+    every = fleet_command(tmp_path, "status", "--all", "inventory/prod.py")
+    assert f"{large.PREFIX}gpu-8/i3" in every.stdout
+
+
+def test_a_spare_that_was_left_behind_is_told(tmp_path: Path) -> None:
+    left = host()
+    left["instances"]["a.spare"] = {"release": "0.32.0-open", "ready": True, "running": "y"}
+    left["units"]["vllm@a.spare.service"] = unit()
+    done = status(tmp_path, gpu_2=left)
+    assert done.returncode == 1
+    assert "@fake/gpu-2/a.spare: a spare, of a rollout that is under way or was" in " ".join(
+        done.stdout.split()
+    )

@@ -112,9 +112,6 @@ def test_a_dry_run_shows_the_chapters_in_order(tmp_path: Path) -> None:
         "Instances that do not run": ["gpu-1", "gpu-2"],
         "Monitoring": ["gpu-1", "gpu-2", "gw-1"],
         "Everything serves": [],
-        "Instances no longer in the plan": [],
-        "Files no longer in the plan": [],
-        "Old releases and weights": [],
     }
 
 
@@ -146,6 +143,43 @@ def test_a_host_that_fails_stops_the_others_where_they_meet_next(tmp_path: Path)
     assert "Starting operation: Releases of vLLM" in done.stderr
     assert "Starting operation: Gateway" not in done.stderr
     assert "Starting operation: Instances that do not run" not in done.stderr
+
+
+def test_a_host_that_is_lost_stops_nobody_and_is_named_at_the_end(tmp_path: Path) -> None:
+    dying = INVENTORY.replace(
+        "def _host(",
+        "class _Dead(dict):\n"
+        "    def get(self, key, default=None):\n"
+        '        raise ConnectionError("gone")\n\n'
+        "def _host(",
+    ).replace('now": answer}', 'now": answer, **({"": _Dead()} if name == "gpu-2" else {})}')
+    done = run(tmp_path, "-y", inventory=dying)
+    assert done.returncode == 1
+    assert "stopped here" not in done.stderr
+    assert "Starting operation: Instances that do not run" in done.stderr
+    failed = done.stderr[done.stderr.index("--> Failed hosts:") :].split("\n", 1)[1]
+    assert failed.strip() == "@fake/gpu-2: connection lost: Debian packages"
+
+
+def test_a_host_that_fails_is_named_at_the_end_and_the_others_are_counted(tmp_path: Path) -> None:
+    broken = INVENTORY.replace(
+        '"fake_responses": {',
+        '"fake_responses": {**({"lib/release.py": {"success": False}} if name == "gpu-2" else {}),',
+    )
+    done = run(tmp_path, "-y", inventory=broken)
+    failed = done.stderr[done.stderr.index("--> Failed hosts:") :].splitlines()
+    assert [line.strip() for line in failed[1:]] == [
+        "@fake/gpu-2: failed: Releases of vLLM",
+        "stopped with them, nothing of their own is wrong: 2 hosts",
+    ]
+
+
+def test_machines_read_one_json_object(tmp_path: Path) -> None:
+    done = run(tmp_path, "--json", "-y", gpu_2=None)
+    assert done.returncode == 1
+    found = json.loads(done.stdout)["results"]
+    assert found
+    assert "@fake/gpu-2: failed while looked at" in done.stderr
 
 
 def test_a_host_without_facts_is_named_and_the_others_go_on(tmp_path: Path) -> None:

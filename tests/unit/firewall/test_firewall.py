@@ -73,6 +73,58 @@ def test_weights_are_shared_among_gpu_hosts_alone(tmp_path: Path) -> None:
     assert "sharing" not in next(f for f in off.files if f.path == firewall.FILE).content
 
 
+def test_ports_of_ranks_are_open_to_hosts_of_the_fabric_alone(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gpu="nccl: {port: 29400}\n")
+    nics = {
+        "ens1": {"addresses": ["10.20.0.2/24", "fd00::2/64"]},
+        "docker0": GATEWAY_NICS["docker0"],
+    }
+    ports = {"transfers": {"ports": [40000, 50000]}}
+    looked = states(found, gpu_1=ports, gpu_2={"nics": nics})
+    text = next(
+        f for f in plan_fleet(found, looked, Inputs())["gpu-1"].files if f.path == firewall.FILE
+    ).content
+    opens = "tcp flags & (fin | syn | rst | ack) == syn"
+    assert f"tcp dport {{ 29400, 40000-50000 }} {opens} jump nodes" in text
+    assert rules(text[text.index("chain nodes") :])[:5] == [
+        "chain nodes {",
+        'iifname "lo" accept',
+        "ip saddr { 10.0.0.1, 10.0.0.2, 10.20.0.2 } accept",
+        "ip6 saddr { fd00::2 } accept",
+        "counter reject with tcp reset",
+    ]
+    # Who takes no part in a run is remembered.
+    del looked["gpu-2"]
+    looked["gpu-1"] = replace(looked["gpu-1"], texts={firewall.FILE: text})
+    again = next(
+        f for f in plan_fleet(found, looked, Inputs())["gpu-1"].files if f.path == firewall.FILE
+    ).content
+    assert again == text
+
+
+def test_sshd_is_never_closed_out(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gpu="nccl: {}\n")
+    looked = states(found, gpu_1={"listening": {"40022": {"pid": 1, "unit": "ssh.service"}}})
+    text = next(
+        f for f in plan_fleet(found, looked, Inputs())["gpu-1"].files if f.path == firewall.FILE
+    ).content
+    assert text.index("tcp dport { 40022 } accept") < text.index("32768-60999")
+
+
+def test_a_host_of_no_fabric_leaves_the_ports_of_the_kernel_alone(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gpu="{}\n")
+    looked = states(found)
+    assert firewall.nodes(found, found.host("gpu-1"), looked, None) == firewall.Nodes()
+
+
+def test_where_ranks_of_a_span_meet_is_closed_too(tmp_path: Path) -> None:
+    found = fleet(tmp_path, gpu="nccl: {}\n")
+    ranks = firewall.Ranks((6379, 29500, 40001), {"gpu-2": ["10.9.0.2"]})
+    nodes = firewall.nodes(found, found.host("gpu-1"), states(found), None, ranks)
+    assert nodes.ports == ("6379", "29400", "29500", "32768-60999")
+    assert nodes.addresses["gpu-2"] == ["10.0.0.2", "10.9.0.2"]
+
+
 def test_further_networks_and_none_of_a_family(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, gpu='firewall_allow: ["10.0.0.0/8", "192.0.2.7"]\n')
     text = table(spec, {"gw-1": ["10.0.0.9"]})
@@ -179,9 +231,10 @@ def test_nft_takes_it_twice_and_leaves_other_tables(
     tmp_path: Path, namespace: str, peers: dict[str, list[str]]
 ) -> None:
     spec = spec_of(tmp_path, gpu='firewall_allow: ["10.0.0.0/16", "2001:db8::/32"]\n')
+    nodes = firewall.Nodes(("29400", "32768-60999"), {**peers, "me": ["10.0.0.1", "fd00::5"]})
     assert _nft(namespace, "nft", "add table inet filter").returncode == 0
     file = tmp_path / "firewall.nft"
-    file.write_text(table(spec, peers))
+    file.write_text(firewall.files(spec, peers, nodes=nodes)[0].content)
     for _ in range(2):
         done = _nft(namespace, "nft", "-f", str(file))
         assert done.returncode == 0, done.stderr

@@ -234,3 +234,12 @@ def test_after_stop_waits_for_the_cards(
 
 def _at_once(check: Any) -> Any:
     return lambda uuids: check(uuids, seconds=0)
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    user = pwd.getpwuid(os.getuid())
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good/adapter_config.json").write_text("{}")
+    before_start.check_adapters([str(tmp_path / "good")], user)
+    with pytest.raises(Refused, match=r"bad has no adapter_config.json: put the LoRA adapter"):
+        before_start.check_adapters([str(tmp_path / "good"), str(tmp_path / "bad")], user)

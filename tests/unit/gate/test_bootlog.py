@@ -93,6 +93,18 @@ def test_lines_that_say_nothing_of_memory(line: str) -> None:
     assert bootlog.parse([line]) == {}
 
 
+def test_where_the_seconds_of_a_start_went() -> None:
+    lines = [
+        *V1.splitlines(),
+        "(EngineCore pid=9) INFO [monitor.py:53] torch.compile took 31.20 s in total",
+        "init engine (profile, create kv cache, warmup model) took 80.25 s (compilation: 31.20 s)",
+        "Graph capturing finished in many secs",
+    ]
+    # Of the ranks the slowest counts.
+    assert bootlog.durations(lines) == {"weights": 12.9, "compile": 31.2, "graphs": 18.0}
+    assert bootlog.durations(["nothing of it", ""]) == {}
+
+
 def test_blocks_of_another_size() -> None:
     lines = ["Initializing with block_size=32", "# cuda blocks: 100, # CPU blocks: 0"]
     assert bootlog.parse(lines)["kv_cache_tokens"] == 3200

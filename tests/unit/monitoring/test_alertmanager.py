@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import shutil
+import socketserver
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from tests.ports import free_port
 from tests.unit.monitoring.test_files import host
 from vllm_fleet import alertmanager, alerts
 from vllm_fleet.onhost import relay
-from vllm_fleet.spec.receivers import ROBOTS
+from vllm_fleet.spec.receivers import RELAY_PORT, ROBOTS
 
 needs_alertmanager = pytest.mark.skipif(
     not shutil.which("prometheus-alertmanager"), reason="prometheus-alertmanager is not installed"
@@ -171,21 +173,7 @@ def test_a_dead_host_is_one_message_and_a_planned_change_none(
     config = alertmanager.files(spec, SECRETS_HERE)[0].content
     shorter = config.replace("group_wait: 15s", "group_wait: 1s")
     assert shorter != config
-    (tmp_path / "alertmanager.yml").write_text(shorter)
-    port = free_port()
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus-alertmanager",
-                f"--config.file={tmp_path}/alertmanager.yml",
-                f"--storage.path={tmp_path}/data",
-                f"--web.listen-address=127.0.0.1:{port}",
-                "--cluster.listen-address=",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    try:
+    with running(tmp_path, shorter) as port:
         sent = [
             alert("HostDown", "critical", host="gpu-01", instance="node"),
             alert("InstanceNotReady", "critical", host="gpu-01", instance="air-a", pool="air"),
@@ -199,19 +187,8 @@ def test_a_dead_host_is_one_message_and_a_planned_change_none(
             alert("InstanceFailed", "critical", host="gpu-03", instance="q", pool="qwen"),
             alert("MixedVersions", "info", pool="air"),  # not asked for by this receiver
         ]
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/api/v2/alerts",
-            data=json.dumps(sent).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+        hand_over(port, sent)
         end = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(request, timeout=5).close()
-                break
-            except OSError:
-                assert time.monotonic() < end, (tmp_path / "log").read_text()
-                time.sleep(0.2)
         expected = {
             ("HostDown", "gpu-01"),
             ("InstanceDown", "gpu-02"),
@@ -232,9 +209,125 @@ def test_a_dead_host_is_one_message_and_a_planned_change_none(
             for a in body["alerts"]
         }
         assert told == expected
+
+
+class MailServer:
+    """As much SMTP as Alertmanager speaks; keeps what it was given, from sender to text."""
+
+    def __init__(self) -> None:
+        self.mails: list[tuple[str, list[str], str]] = []
+        mails = self.mails
+
+        class Session(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                self.wfile.write(b"220 test\r\n")
+                sender, to = "", []
+                while line := self.rfile.readline().decode().strip():
+                    verb = line.upper()
+                    if verb == "DATA":
+                        self.wfile.write(b"354 go on\r\n")
+                        text = b"".join(iter(self.rfile.readline, b".\r\n"))
+                        mails.append((sender, to, text.decode()))
+                    elif verb.startswith("MAIL FROM:"):
+                        sender = line.partition("<")[2].partition(">")[0]
+                    elif verb.startswith("RCPT TO:"):
+                        to = [*to, line.partition("<")[2].partition(">")[0]]
+                    self.wfile.write(b"221 bye\r\n" if verb == "QUIT" else b"250 ok\r\n")
+
+        self.server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@contextmanager
+def running(tmp_path: Path, config: str) -> Iterator[int]:
+    """Port of the real Alertmanager with this configuration."""
+    (tmp_path / "alertmanager.yml").write_text(config)
+    port = free_port()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                "prometheus-alertmanager",
+                f"--config.file={tmp_path}/alertmanager.yml",
+                f"--storage.path={tmp_path}/data",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--cluster.listen-address=",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield port
     finally:
         process.terminate()
         process.wait(20)
+
+
+def hand_over(port: int, sent: list[dict[str, Any]]) -> None:
+    """Alerts as Prometheus sends them, as soon as Alertmanager takes them."""
+    end = time.monotonic() + 60
+    while post(port, "/api/v2/alerts", sent) != 200:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@needs_alertmanager
+def test_every_kind_of_receiver_gets_one_message_of_a_dead_host(
+    tmp_path: Path, listener: Listener
+) -> None:
+    """Alertmanager, the converter and their files as a deploy puts them; addresses are local."""
+    mail = MailServer()
+    robot = f"http://127.0.0.1:{listener.port}"
+    secrets = {
+        **SECRETS,
+        **{f"secrets/{n}": f"{robot}/{n}?access_token=t" for n in ("hook", "ding", "fei", "wecom")},
+    }
+    server = {"server": f"127.0.0.1:{mail.port}", "sender": "gpu@example.org", "tls": False}
+    spec = host(alerting={"receivers": RECEIVERS, "mail": server})
+    put = {f.path: f.content for f in alertmanager.files(spec, secrets)}
+    relay_port = free_port()
+    order = {**json.loads(put[alertmanager.RELAY_SETTINGS]), "port": relay_port}
+    (tmp_path / "relay.json").write_text(json.dumps(order))
+    config = put[alertmanager.CONFIG].replace("group_wait: 15s", "group_wait: 1s")
+    config = config.replace(f"127.0.0.1:{RELAY_PORT}/", f"127.0.0.1:{relay_port}/")
+    listener.answer = '{"errcode":0,"code":0}'
+    converter = subprocess.Popen(
+        [sys.executable, "-I", relay.__file__, str(tmp_path / "relay.json")]
+    )
+    try:
+        with running(tmp_path, config) as port:
+            hand_over(
+                port,
+                [
+                    alert("HostDown", "critical", host="gpu-01", instance="node"),
+                    alert("InstanceDown", "critical", host="gpu-01", instance="air-a", pool="air"),
+                    alert("ProbeFails", "warning", host="gpu-01", instance="air-a", pool="air"),
+                ],
+            )
+            end = time.monotonic() + 60
+            paths: list[str] = []
+            while time.monotonic() < end and (len(set(paths)) < 4 or not mail.mails):
+                time.sleep(0.2)
+                paths = [path.partition("?")[0] for path, _ in listener.posts]
+            time.sleep(3)  # what would be too much had its time
+    finally:
+        converter.terminate()
+        converter.wait(20)
+        mail.server.shutdown()
+    bodies = {path.partition("?")[0]: body for path, body in listener.posts}
+    assert sorted(path.partition("?")[0] for path, _ in listener.posts) == sorted(bodies)
+    assert bodies.keys() == {"/hook", "/ding", "/fei", "/wecom"}
+    for body in bodies.values():
+        text = json.dumps(body)
+        assert "HostDown" in text
+        assert "InstanceDown" not in text
+        assert "ProbeFails" not in text
+    assert bodies["/fei"]["sign"]
+    assert any("timestamp=" in path and "sign=" in path for path, _ in listener.posts)
+    ((sender, to, text),) = mail.mails
+    assert (sender, to) == ("gpu@example.org", ["ops@example.org"])
+    assert "HostDown" in text
 
 
 WEBHOOK: dict[str, Any] = {
@@ -324,7 +417,9 @@ def converter(tmp_path: Path, listener: Listener) -> Iterator[tuple[int, subproc
 
 def post(port: int, path: str, body: Any) -> int:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", data=json.dumps(body).encode()
+        f"http://127.0.0.1:{port}{path}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
     )
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:

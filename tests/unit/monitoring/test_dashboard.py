@@ -166,11 +166,18 @@ def test_the_gateway_exports_what_is_asked_of_it() -> None:
     assert used <= metrics.gateway_series()
 
 
-@pytest.mark.parametrize("script", ["probe", "hostwatch", "bootlog"])
+@pytest.mark.parametrize(
+    "script", ["onhost/probe", "onhost/hostwatch", "gate/bootlog", "rollout/audit"]
+)
 def test_our_scripts_write_what_is_asked_of_them(script: str) -> None:
-    folder = "gate" if script == "bootlog" else "onhost"
-    source = (ROOT / f"vllm_fleet/{folder}/{script}.py").read_text()
-    if script == "bootlog":
+    source = (ROOT / f"vllm_fleet/{script}.py").read_text()
+    if script == "rollout/audit":
+        written = set(re.findall(r"# TYPE (vllm_fleet_\w+) ", source))
+        written |= set(re.findall(r'name = "(vllm_fleet_\w+)"', source))
+        assert len(written) == 3
+        assert written <= set(metrics.OWN)
+        return
+    if script == "gate/bootlog":
         written = {
             f"vllm_fleet_plan_{n}" for n in re.findall(r'"(\w+_(?:bytes|tokens))", "', source)
         }

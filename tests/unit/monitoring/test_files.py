@@ -102,8 +102,6 @@ def test_targets_carry_what_an_alert_names() -> None:
             "instance": "air-a",
             "pool": "glm-4.5-air",
             "model": "glm-4.5-air",
-            "release": "0.21.0-3f2a",
-            "vllm_version": "0.21.0",
             "cards": "0,1",
         },
     }
@@ -184,6 +182,10 @@ def test_node_exporter_reads_ours_and_debians_metrics() -> None:
     files = by_path(monitoring.host_files(host()))
     dropin = files["/etc/systemd/system/prometheus-node-exporter.service.d/10-vllm-fleet.conf"]
     assert "--collector.textfile.directory=/var/lib/vllm/textfile.d/*" in dropin
+    made = (
+        "ExecStartPre=-+/usr/bin/systemd-tmpfiles --create /etc/tmpfiles.d/vllm-fleet-metrics.conf"
+    )
+    assert made in dropin.splitlines()  # else it would find no directory before the next boot
     links = files["/etc/tmpfiles.d/vllm-fleet-metrics.conf"]
     assert "L+ /var/lib/vllm/textfile.d/fleet - - - - /var/lib/vllm/metrics\n" in links
     assert "/var/lib/prometheus/node-exporter\n" in links

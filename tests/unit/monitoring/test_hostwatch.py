@@ -6,13 +6,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_fleet import metrics
+from vllm_fleet import metrics, watch
 from vllm_fleet.onhost import hostwatch, ledger
 
 SMI = """\
@@ -30,6 +31,10 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-b)
 \t Link 1: <inactive>
 GPU 2: NVIDIA L4 (UUID: GPU-c)
 """
+
+
+# What an H200 answered to the same question (driver 580.159.04; its UUID is another).
+H200 = "0, GPU-a, 0, 143771, 0, 33, 88.00, 0, [N/A], No, No" + ", Not Active" * 4 + "\n"
 
 
 def entry(at: float, text: str) -> str:
@@ -90,6 +95,27 @@ def test_cards_are_read_whatever_a_cell_says(
     owner = next(iter(samples["vllm_fleet_card_memory_used_bytes"]))
     assert dict(owner)["vllm_instance"] == "air-a"
     assert set(samples) <= metrics.own_series()
+
+
+def test_a_real_h200_is_read(watched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no retired pages (rows are remapped instead), and, alone, no lines of NVLink."""
+    monkeypatch.setattr(hostwatch, "output", lambda words: "" if "nvlink" in words else H200)
+    samples: hostwatch.Samples = {}
+    hostwatch.nvidia(settings(watched), samples)
+    found = {name: set(rows.values()) for name, rows in samples.items()}
+    assert found == {
+        "vllm_fleet_card_memory_used_bytes": {0},
+        "vllm_fleet_card_memory_total_bytes": {143771 * 2**20},
+        "vllm_fleet_card_utilization_ratio": {0},
+        "vllm_fleet_card_temperature_celsius": {33},
+        "vllm_fleet_card_power_watts": {88.0},
+        "vllm_fleet_card_ecc_uncorrected_total": {0},
+        "vllm_fleet_card_repair_pending": {0},
+        "vllm_fleet_card_remap_failed": {0},
+        "vllm_fleet_card_throttled": {0},
+        "vllm_fleet_card_present": {0, 1},
+    }
+    assert len(samples["vllm_fleet_card_throttled"]) == 4
 
 
 def test_a_field_that_the_driver_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +180,11 @@ def test_instances_as_their_own_scripts_left_them(watched: Path) -> None:
     os.utime(watched / "stamp", (5000, 5000))
     report = {"ready_at": 7000, "load_seconds": 61.5, "warm_seconds": 8.25}
     (watched / "air-a" / "warmup.json").write_text(json.dumps(report))
+    parts = {"weights": 31.5, "compile": 20.0}
+    (watched / "air-a" / "actual.json").write_text(json.dumps({"seconds": parts}))
     samples: hostwatch.Samples = {}
     hostwatch.instances(settings(watched), samples)
+    assert of(samples, "vllm_fleet_instance_start_part_seconds", "part") == parts
     assert list(samples["vllm_fleet_instance_ready"].values()) == [1]
     assert list(samples["vllm_fleet_instance_ready_time_seconds"].values()) == [7000]
     assert list(samples["vllm_fleet_weights_verified_time_seconds"].values()) == [5000]
@@ -217,6 +246,30 @@ def test_a_round_writes_what_the_node_exporter_reads(watched: Path) -> None:
     assert 'vllm_fleet_instance_ready{vllm_instance="air-a",pool="air"} 0' in text
 
 
+def test_what_runs_is_told_rather_than_what_was_planned(
+    watched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> dict[str, str]:
+        samples: hostwatch.Samples = {}
+        hostwatch.instances(settings(watched), samples)
+        (labels,) = samples["vllm_fleet_instance_info"]
+        return {k: v for k, v in labels if k in ("release", "vllm_version")}
+
+    monkeypatch.setattr(hostwatch, "output", lambda _words: None)  # no such unit
+    assert told() == {"release": "0.32.0-1234", "vllm_version": "0.32.0"}
+    script = watched / "etc" / "air-a.sh"
+    script.write_text("#!/bin/sh\nexec /opt/vllm/releases/0.33.0+cpu-77/bin/vllm serve x\n")
+    assert told() == {"release": "0.33.0+cpu-77", "vllm_version": "0.33.0"}
+    words = ["/opt/vllm/releases/0.31.0-99/bin/python", "/opt/vllm/releases/0.31.0-99/bin/vllm"]
+    code = "import time; time.sleep(60)"
+    with subprocess.Popen([*words[:1], "-c", code, *words], executable=sys.executable) as process:
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.01)  # it is just becoming that program
+        monkeypatch.setattr(hostwatch, "output", lambda _words: f"{process.pid}\n")
+        assert told() == {"release": "0.31.0-99", "vllm_version": "0.31.0"}
+        process.kill()
+
+
 def test_what_the_rollout_writes_is_what_is_told(
     watched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,11 +281,17 @@ def test_what_the_rollout_writes_is_what_is_told(
         name = "vllm_fleet_change_until_seconds"
         return of(samples, name, "pool") if name in samples else {}
 
+    asked: list[Any] = []
+    monkeypatch.setattr(ledger.subprocess, "run", lambda words, **_: asked.append(words))
     ledger.plan_change("air-a", "air", 660)
     assert told()["air"] == pytest.approx(time.time() + 660, abs=60)
+    # Not with the next round of the timer, which an alert may outrun.
+    at_once = ["systemctl", "start", "--no-block", f"{watch.HOSTWATCH}.service"]
+    assert asked == [at_once]
     ledger.end_change("air-a")
     assert told() == {}
     ledger.end_change("air-a")  # said again
+    assert asked == [at_once] * 2
 
 
 def test_a_probe_that_was_turned_off_is_told_of_no_more(watched: Path) -> None:

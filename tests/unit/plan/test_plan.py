@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
-from vllm_fleet import gateway
+from vllm_fleet import exam, gateway
 from vllm_fleet.gateway import keepalived
 from vllm_fleet.placement import Placed, Placement
-from vllm_fleet.plan import HostPlan, Refusal, placement_of, plan_fleet
+from vllm_fleet.plan import (
+    HostPlan,
+    Refusal,
+    asked,
+    bundled_packages,
+    placement_of,
+    plan_fleet,
+)
 from vllm_fleet.spec.inputs import Inputs, read_inputs
 
 
@@ -389,3 +396,9 @@ def test_a_certificate_on_the_host_is_watched_by_a_unit_of_its_own(tmp_path: Pat
     assert (nginx.unit, watch.unit) == ("nginx.service", "vllm-fleet-tls.path")
     assert watch.restarts
     assert plan.acme is None
+
+
+def test_a_bundle_holds_every_package_that_a_deploy_may_want() -> None:
+    looked_at = set(json.loads(asked())["packages"])
+    # Drivers are the operator's own, and Grafana is in no Debian.
+    assert looked_at - set(bundled_packages()) == {*exam.PACKAGES, "grafana"}

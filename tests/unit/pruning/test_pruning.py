@@ -13,6 +13,7 @@ import pytest
 from tests.unit.fleets import state
 from vllm_fleet import pruning
 from vllm_fleet.onhost import prune as onhost
+from vllm_fleet.onhost import tools
 from vllm_fleet.spec.model import HostSettings
 
 RELEASES = {f"0.2{n}.0-{n * 8}": {"built_at": f"2026-0{n}-01T00:00:00Z"} for n in range(1, 6)}
@@ -193,3 +194,50 @@ def test_files_with_a_link_elsewhere_free_nothing(
     assert host.prune(old) == [old]
     assert (new / "model.safetensors").read_bytes() == b"x" * 10_000
     assert "4.0 KiB freed" in capsys.readouterr().out
+
+
+MOUNTS = """\
+21 1 254:0 / / rw - ext4 /dev/vda rw
+40 21 0:35 / /opt/vllm/models rw - nfs4 nas:/models rw
+41 40 0:36 / /opt/vllm/models/my\\040own rw - ext4 /dev/vdb rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/opt/vllm/models/glm/v1", "nfs4"),
+        ("/opt/vllm/models/my own/v1", ""),
+        ("/opt/vllm/releases/0.21.0-1", ""),
+        ("/opt/vllm/models2/v1", ""),
+    ],
+)
+def test_shared_storage_is_known_by_its_mount(path: str, kind: str) -> None:
+    assert tools.shared_kind(Path(path), MOUNTS) == kind
+
+
+def test_what_other_hosts_may_use_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file system of this test counts as shared: no real one can be mounted everywhere."""
+    (line,) = [
+        line.split(" - ")[1].split()[0]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if line.split()[4] == mount_of(tmp_path)
+    ][-1:]
+    monkeypatch.setattr(tools, "SHARED", {line})
+    place = tmp_path / "models/glm/v1"
+    place.mkdir(parents=True)
+    (place / ".verified.json").write_text(json.dumps({"directory": str(place), "files": {}}))
+    order = {"weights": [str(place)], "models_root": str(tmp_path / "models")}
+    assert onhost.prune(order) == []
+    assert place.is_dir()
+    assert f"is on shared storage ({line})" in capsys.readouterr().out
+    monkeypatch.setattr(tools, "SHARED", frozenset())
+    assert onhost.prune(order) == [place]
+
+
+def mount_of(path: Path) -> str:
+    while not path.is_mount():
+        path = path.parent
+    return str(path)

@@ -70,6 +70,7 @@ class FakeFleet:
         self.errors: dict[str, int] = {}  # requests of 100 that fail
         self.before: Callable[[str, str, str], None] = lambda host, action, name: None
         self.most_out: dict[str, int] = {}
+        self.foreign: set[str] = set()  # ports that a vLLM which is not ours holds
         self.held: dict[str, Json] = {}
         self.boots: dict[str, int] = {}
         self.gone: dict[str, int] = {}  # by host: questions for its boot that get no answer
@@ -210,6 +211,7 @@ class FakeFleet:
         to = Version(known[0]["release"], known[0]["checksum"])
         if one.runs == to and one.ready:
             return {"ok": True, "figures": self.figures.get(to.release, {})}
+        assert one.id not in self.foreign, "started on a port that is held"
         one.ready, one.runs = False, None
         self._count()
         self.before(host, "stopped", one.name)
@@ -249,12 +251,17 @@ class FakeFleet:
     def switch_refuse(self, host: str, order: Json) -> Json:
         one = self._one(host, order)
         one.refused.append(order["refused"])
-        assert one.step is not None
-        one.step["back"] = True
+        if one.step is not None:
+            one.step["back"] = True
         return {}
 
     def switch_journal(self, host: str, order: Json) -> Json:
         return {"lines": ["engine: it broke"]}
+
+    def adopt_adopt(self, host: str, order: Json) -> Json:
+        self._one(host, order)
+        self.foreign.discard(f"{host}/{order['instance']}")
+        return {"adopted": [7]}
 
     def acceptance_acceptance(self, host: str, order: Json) -> Json:
         one = self._one(host, order)

@@ -64,6 +64,21 @@ def test_a_start_that_fails_is_told_and_not_tried_for_ever(host: Host) -> None:
     assert host.calls[-1][0] == "stop"
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_start_of_a_spare_is_a_planned_change_of_its_pool(
+    host: Host, monkeypatch: pytest.MonkeyPatch, bad: bool
+) -> None:
+    host.deploy(host.version("0.31"))
+    host.stop()
+    host.bad = {"0.31"} if bad else set()
+    seen: list[Any] = []
+    start = host.start
+    monkeypatch.setattr(host, "start", lambda: (seen.append(host.change()), start()))
+    assert do("resume", instance="a", pool="glm", seconds=60)["ok"] is not bad
+    assert [one["pool"] for one in seen] == ["glm"]
+    assert host.change() is None
+
+
 def test_in_the_middle_of_a_change_nothing_is_stopped(host: Host) -> None:
     host.deploy(host.version("0.31"))
     host.do("stage", pool="glm", next=host.version("0.32"))

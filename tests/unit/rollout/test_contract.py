@@ -119,7 +119,7 @@ def test_there_and_back_again_with_the_real_scripts(hosts: OneHost) -> None:
     assert hosts.host.texts() == texts_of(new)
     assert one(hosts, version(new)).as_wanted
     assert not hosts.draining
-    assert "g1/a: started: load and compile 3 s -> 3 s, warm-up 1 s -> 1 s" in hosts.said
+    assert "g1/a: started: load 3 s -> 3 s, warm-up 1 s -> 1 s" in hosts.said
 
     (back,) = takes_back(hosts)
     assert back.wanted == version(old)

@@ -128,6 +128,11 @@ def test_what_does_not_serve_goes_before_others_of_its_pool() -> None:
     assert found.waves[0].steps[0].how == "down"
 
 
+def test_a_pool_that_a_run_left_without_anybody_goes_before_all_others() -> None:
+    left = one("g1/q", "qwen", runs=NEW, cut_off=NEW)
+    assert order(rolled(*FIVE[:3], left)) == [["g1/q"], ["g1/a"], ["g2/a"], ["g3/a"]]
+
+
 def test_a_broken_instance_that_stays_so_takes_the_room_of_its_pool() -> None:
     broken = one("g2/a", wanted=OLD, serving=False)
     found = rolled(one("g1/a"), broken, one("g3/a"))
@@ -161,6 +166,30 @@ def test_the_only_one_of_a_pool_that_starts_too_slowly_needs_a_word(
     assert "g1/a: the only instance of pool glm" in refused.refusals[0]
     assert "rollout.allow_downtime" in refused.refusals[0]
     allowed = rolled(lonely, hold=hold, allow_downtime=True)
+    assert [step.how for step in allowed.steps] == ["downtime"]
+
+
+def test_spare_cards_are_offered_to_one_at_a_time() -> None:
+    lonely = [one(f"g1/{name}", name, spare=(4, 5)) for name in ("x", "y")]
+    found = rolled(*lonely, one("g2/z", "z"), canaries=0, wave=3)
+    assert order(found) == [["g1/x", "g2/z"], ["g1/y"]]
+
+
+def test_a_span_has_no_spare() -> None:
+    span = [one(f"g{n}/big", span="big", spare=(4, 5)) for n in (1, 2)]
+    assert [step.how for step in rolled(*span).steps] == ["held"]
+
+
+def test_what_is_to_be_adopted_serves_until_it_is_its_turn() -> None:
+    foreign = one("g1/a", runs=None, adopts=True)
+    found = rolled(foreign, one("g2/a", runs=NEW), releases=False)
+    assert [(step.label, step.how) for step in found.steps] == [("g1/a", "rolling")]
+    assert "a vLLM that is not ours -> 0.32.0-bbb" in "\n".join(found.lines())
+    # The same release does not make it ours.
+    assert rolled(replace(foreign, runs=NEW), one("g2/a", runs=NEW)).steps
+    alone = rolled(foreign, releases=False)
+    assert "nobody else serves pool glm while ours starts in its place" in alone.refusals[0]
+    allowed = rolled(foreign, releases=False, allow_downtime=True)
     assert [step.how for step in allowed.steps] == ["downtime"]
 
 

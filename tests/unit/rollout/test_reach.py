@@ -42,8 +42,10 @@ def test_every_script_runs_alone_on_a_host(script: str, tmp_path: Path) -> None:
         "ledger": "refused 'nothing' is none of lock, beat",
         "switch": "refused a: 'nothing' is none of stage, begin",
         "care": "refused a: 'nothing' is none of halt, resume",
+        "adopt": "refused a: 'nothing' is none of adopt",
         "gateways": "refused 'nothing' is none of status, drain",
         "acceptance": 'result {"asked": 1, "failures": [{"name": "timed embeddings"',
+        "fabric": "refused 'nothing' is none of stage, path",
         "rehearse": 'result {"ok": false, "why": "no command line in its start script"',
     }
     assert done.stdout.startswith(said[script])
@@ -53,6 +55,7 @@ class Host:
     """A host of pyinfra whose connection breaks some times."""
 
     name = "g1"
+    connector: Any = None
     data: Any = type("Data", (), {"__getattr__": lambda self, key: None})()
 
     def __init__(self, breaks: int, lines: list[str]) -> None:
@@ -92,6 +95,27 @@ def test_a_connection_that_broke_is_made_once_more(reached: Any) -> None:
     assert host.connects == 2
     with pytest.raises(Failed, match=r"g1: connection lost \(EOFError: Broken pipe\)"):
         reached(Host(9, [])).ask("g1", "ledger", {"action": "lock"})
+
+
+class Ssh:
+    """What a host of pyinfra has where it is reached by SSH."""
+
+    def __init__(self) -> None:
+        self.client = self
+
+    def get_transport(self) -> Ssh:
+        return self
+
+    def is_active(self) -> bool:
+        return False
+
+
+def test_an_answer_that_was_cut_off_is_none(reached: Any) -> None:
+    host: Any = Host(0, ["b: starting"])
+    host.connector = Ssh()
+    with pytest.raises(Failed, match=r"g1: connection lost \(ConnectionError"):
+        reached(host).ask("g1", "switch", {"action": "switch", "instance": "a"})
+    assert host.connects == 2
 
 
 def test_what_a_long_script_says_is_told_its_result_is_not(

@@ -13,7 +13,7 @@ from tests.unit.rollout.fake_fleet import PROBE, FakeFleet, Instance, Killed
 from vllm_fleet.rollout import roll as rolling
 from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Holder, Lock, Locked
-from vllm_fleet.rollout.policy import Rollout, Version, plan_rollout
+from vllm_fleet.rollout.policy import Rollout, Standing, Version, plan_rollout
 from vllm_fleet.rollout.roll import Roll, Target
 from vllm_fleet.rollout.state import goes_back, record_of
 from vllm_fleet.spec.model import Rollout as Settings
@@ -448,6 +448,164 @@ def hook(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
+
+
+def adopting(hosts: FakeFleet, **settings: Any) -> bool:
+    """One run of deploy.py that is told to take over what is not ours."""
+    standings = [
+        replace(one, runs=None, serving=True, adopts=True) if one.id in hosts.foreign else one
+        for one in hosts.standings(OLD)
+    ]
+    chosen = Settings(**{"canary_hold_seconds": 0, **settings})
+    rollout = plan_rollout(standings, chosen, 900, releases=False)
+    assert not rollout.refusals
+    targets = {
+        one.id: Target(one, vars(OLD), OLD, 8001, one.pool, "chat", False, 60, 30)
+        for step in rollout.steps
+        for one in step.members
+    }
+    with Lock(hosts, "gw", Holder("deploy"), beat_seconds=3600) as lock:
+        roll = Roll(hosts, list(hosts.drained), chosen, lock, targets)
+        roll.stage(rollout)
+        return roll.run(rollout)
+
+
+@pytest.mark.parametrize("foreign", [("g1/a",), ("g1/a", "g2/a")])
+def test_what_is_not_ours_is_taken_over_one_after_another(foreign: tuple[str, ...]) -> None:
+    hosts = fleet(("g1", "a", "glm"), ("g2", "a", "glm"))
+    hosts.foreign = {*foreign}
+    for name in foreign:
+        hosts.instances[name].runs, hosts.instances[name].ready = None, False
+    least: list[int] = []
+    hosts.before = lambda host, action, name: least.append(
+        serving(hosts, "glm") + len(hosts.foreign)
+    )
+    assert adopting(hosts)
+    assert min(least) == 1  # of two somebody always answers clients
+    assert not hosts.foreign
+    assert hosts.did("adopt", "switch", "undrain")[:3] == ["adopt a", "switch a", "undrain g1/a"]
+    assert releases(hosts) == ["0.31", "0.31"]
+    settled(hosts)
+
+
+def test_nothing_is_taken_over_while_nobody_else_serves() -> None:
+    hosts = fleet(("g1", "a", "glm"), ("g2", "a", "glm"))
+    hosts.foreign = {"g1/a"}
+    hosts.instances["g1/a"].runs, hosts.instances["g1/a"].ready = None, False
+
+    def fails(host: str, action: str, name: str) -> None:
+        if action == "stage":
+            hosts.instances["g2/a"].ready = False
+
+    hosts.before = fails
+    assert not adopting(hosts)
+    assert "out of pool glm already: g2/a" in "\n".join(hosts.said)
+    assert hosts.foreign == {"g1/a"}
+    assert not hosts.did("adopt")
+
+
+class FakeSpares:
+    """Spares of a fleet in memory; ``goes`` is called where one is taken away."""
+
+    def __init__(self, hosts: FakeFleet, wanted: Version) -> None:
+        self.hosts, self.wanted = hosts, wanted
+        self.told: list[str] = []
+
+    def put(self, one: Standing) -> Target:
+        self.told.append(f"put {one.id}")
+        name = f"{one.name}.spare"
+        there = Instance(one.host, name, one.pool, self.wanted, ready=False)
+        self.hosts.instances[there.id] = there
+        standing = Standing(one.host, name, one.pool, self.wanted)
+        return Target(standing, {}, self.wanted, 8009, one.pool, "chat", False, 60, 30)
+
+    def take(self, one: Standing) -> None:
+        self.told.append(f"take {one.id}")
+        self.hosts.instances.pop(f"{one.id}.spare", None)
+
+
+def with_spare(hosts: FakeFleet, **settings: Any) -> tuple[bool, FakeSpares]:
+    """One run of upgrade.py where the qwen's host has free cards."""
+    standings = [
+        replace(one, spare=(2, 3)) if one.name == "q" else one for one in hosts.standings(NEW)
+    ]
+    roll, _, lock = begin(hosts, **settings)
+    rollout = plan_rollout(standings, roll.settings, 900)
+    spares = FakeSpares(hosts, NEW)
+    roll.spares = spares
+    with lock:
+        roll.stage(rollout)
+        return roll.run(rollout), spares
+
+
+def serving(hosts: FakeFleet, pool: str) -> int:
+    return sum(
+        one.ready and all(one.id not in drained for drained in hosts.drained.values())
+        for one in hosts.instances.values()
+        if one.pool == pool
+    )
+
+
+def test_a_spare_serves_before_the_only_one_of_a_pool_stops() -> None:
+    hosts = fleet()
+    least = [9]
+
+    def watch(host: str, action: str, name: str) -> None:
+        least.append(serving(hosts, "qwen"))
+
+    hosts.before = watch
+    good, spares = with_spare(hosts)
+    assert good
+    assert min(least) == 1  # of one: never held
+    assert spares.told == ["put g1/q", "take g1/q"]
+    # Out at the gateway before it is ready, in once it was tried; then the declared one.
+    order = hosts.did("drain", "resume", "acceptance", "undrain", "switch")
+    mine = [line for line in order if line.endswith(("q", "q.spare"))]
+    assert mine == [
+        "acceptance q",
+        "drain g1/q.spare",
+        "resume q.spare",
+        "acceptance q.spare",
+        "undrain g1/q.spare",
+        "drain g1/q",
+        "acceptance q",
+        "switch q",
+        "acceptance q",
+        "undrain g1/q",
+    ]
+    assert releases(hosts) == ["0.32"] * 4
+    settled(hosts)
+
+
+@pytest.mark.parametrize("how", ["does not start", "three times slower", "dies before admission"])
+def test_a_worse_version_is_found_on_the_spare_and_the_old_one_never_stops(how: str) -> None:
+    hosts = fleet(("g1", "q", "qwen"))
+    for name, value in WORSE[how].items():
+        setattr(hosts, name, value)
+    good, spares = with_spare(hosts)
+    assert not good
+    only = hosts.instances["g1/q"]
+    assert only.starts == []
+    assert only.ready
+    assert [bad["release"] for bad in only.refused] == ["0.32"]
+    assert WORDS[how] in only.refused[0]["why"]
+    assert spares.told == ["put g1/q", "take g1/q"]
+    assert [line["result"] for _, line in hosts.audit[:1]] == ["returned"]
+
+
+def test_a_spare_stays_where_the_declared_one_comes_back_with_neither_version() -> None:
+    hosts = fleet(("g1", "q", "qwen"))
+
+    def lost(host: str, action: str, name: str) -> None:
+        if action == "switch" and name == "q":
+            hosts.lost.add("g1")
+
+    hosts.before = lost
+    good, spares = with_spare(hosts)
+    assert not good
+    assert spares.told == ["put g1/q"]
+    assert hosts.instances["g1/q.spare"].ready
+    assert "g1/q: its spare stays and serves: run this again" in hosts.said
 
 
 def test_hooks_get_the_wave_and_may_stop_it(tmp_path: Path) -> None:

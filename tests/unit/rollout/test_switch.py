@@ -193,6 +193,56 @@ def test_a_full_disk_is_found_before_anything_is_touched(
     assert record()["next"] is None
 
 
+def sibling(host: Host, name: str, release: str, *, ready: bool = True, cards: str = "0,1") -> Path:
+    """Another instance with the same release that has compiled something."""
+    env = f'FLEET_RELEASE="{host.root}/rel/{release}"\nFLEET_MODEL="glm"\nFLEET_CARDS="{cards}"\n'
+    (host.root / f"etc/{name}.env").write_text(env)
+    cache = host.root / "state" / name / "cache" / release / "vllm"
+    cache.mkdir(parents=True)
+    (cache / "kernel").write_text(name)
+    (host.root / "run" / name).mkdir()
+    if ready:
+        (host.root / "run" / name / "ready").write_text("1")
+    return cache
+
+
+def for_glm(version: dict[str, Any], cards: str = "2,3") -> dict[str, Any]:
+    for file in version["files"]:
+        if file["path"].endswith(".env"):
+            file["content"] += f'FLEET_MODEL="glm"\nFLEET_CARDS="{cards}"\n'
+    return version
+
+
+def test_what_a_sibling_has_compiled_is_there_before_the_start(host: Host) -> None:
+    host.deploy(for_glm(host.version("0.31")))
+    sibling(host, "cold", "0.32", ready=False)
+    sibling(host, "half", "0.32", cards="4")
+    theirs = sibling(host, "warm", "0.32")
+    change(host, for_glm(host.version("0.32")))
+    mine = host.root / "state/a/cache/0.32/vllm/kernel"
+    assert mine.read_text() == "warm"
+    mine.write_text("my own")
+    assert (theirs / "kernel").read_text() == "warm"
+    # What is there is never replaced, and of another release there is nothing to take.
+    change(host, for_glm(host.version("0.33")))
+    assert not (host.root / "state/a/cache/0.33").exists()
+    change(host, for_glm(host.version("0.32")))
+    assert mine.read_text() == "my own"
+
+
+def test_caches_that_do_not_fit_stop_no_change(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.deploy(for_glm(host.version("0.31")))
+    sibling(host, "warm", "0.32")
+    host.do("stage", pool="glm", next=for_glm(host.version("0.32")))
+    monkeypatch.setattr(switch, "ROOM_MIB", 1 << 50)
+    host.do("begin", run="r1", pool="glm", drained=False, seconds=600)
+    assert host.do("switch", to=host.version("0.32")["checksum"], seconds=60)["ok"]
+    assert not (host.root / "state/a/cache/0.32").exists()
+    assert "compile caches of warm were not taken: no room" in capsys.readouterr().out
+
+
 def test_watching_ends_at_a_crash_and_at_a_new_start(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

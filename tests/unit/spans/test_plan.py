@@ -108,6 +108,14 @@ def test_what_a_server_alone_takes_is_not_given_to_headless_ranks(tmp_path: Path
     assert "--seed 7" in other
 
 
+def test_another_tested_fabric_is_a_change_of_the_ranks_on_its_host(tmp_path: Path) -> None:
+    _, before = made(tmp_path / "a")
+    with_file = {"texts": {"/etc/vllm/fabric.env": 'NCCL_SOCKET_IFNAME="=eth1"\n'}}
+    _, after = made(tmp_path / "b", gpu_1=with_file)
+    assert before["gpu-1"].checksums != after["gpu-1"].checksums
+    assert before["gpu-2"].checksums == after["gpu-2"].checksums
+
+
 def test_data_parallel_ranks_are_told_their_port(tmp_path: Path) -> None:
     _, found = made(tmp_path, "data_parallel: 2")
     script = text(found["gpu-1"], "/etc/vllm/big-r1.sh")
@@ -142,10 +150,10 @@ def test_ports_between_ranks_are_open_to_the_hosts_of_the_span_alone(tmp_path: P
     lines = [line.strip() for line in table.splitlines()]
     closed = lines.index(
         "tcp dport { 29500, 29501, 29502, 32768-60999 } tcp flags & (fin | syn | rst | ack) == "
-        "syn jump spans"
+        "syn jump nodes"
     )
     assert lines.index("tcp dport { 40022 } accept") < closed
-    chain = lines[lines.index("chain spans {") :][:4]
+    chain = lines[lines.index("chain nodes {") :][:4]
     assert chain[1:] == [
         'iifname "lo" accept',
         "ip saddr { 10.0.0.1, 10.0.0.2 } accept",
@@ -180,6 +188,15 @@ def test_ranks_with_different_releases_are_left_alone(tmp_path: Path) -> None:
     for host in ("gpu-1", "gpu-2"):
         assert found[host].to_start() == ()
         assert any("have different releases" in one for one in found[host].notices)
+
+
+def test_hosts_with_different_drivers_start_no_span(tmp_path: Path) -> None:
+    cards = state().cards
+    other = {**cards, "csv": cards["csv"].replace("580.95.05", "590.44.01")}
+    _, found = made(tmp_path, gpu_2={"cards": other})
+    for host in ("gpu-1", "gpu-2"):
+        assert found[host].to_start() == ()
+        assert any("driver differs between the nodes" in one for one in found[host].notices)
 
 
 def test_one_that_waits_with_old_settings_is_replaced_not_watched(tmp_path: Path) -> None:

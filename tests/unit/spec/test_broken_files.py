@@ -75,6 +75,17 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         "proxy:\n  http: a\n https: b\n",
         ["all.yml:3:2: not YAML: is indented unlike the lines above it"],
     ),
+    "python without a checksum": (
+        "gpu",
+        "python_archive: {source: files/py.tar.gz, sha256: 12ab, version: 3.12}\n",
+        [
+            "gpu.yml:1:26: python_archive.source: must be a URL, or an absolute path such as "
+            '"/srv/cpython-3.12-install_only.tar.gz"',
+            "gpu.yml:1:51: python_archive.sha256: must be a sha256: 64 hex digits, lower case",
+            'gpu.yml:1:66: python_archive.version: must be a version such as "3.12"; '
+            'put it in quotes: "3.12"',
+        ],
+    ),
     "two documents": (
         "gpu",
         "device: cuda\n---\ndevice: cpu\n",
@@ -322,6 +333,14 @@ TABLE: dict[str, tuple[str, str, list[str]]] = {
         [
             "prod.yml:6:11: instances[0].name: is the name of a folder or file of ours in "
             "/var/lib/vllm; choose another"
+        ],
+    ),
+    "the name of the fabric's file": (
+        "prod",
+        good(("name: a", "name: fabric")),
+        [
+            "prod.yml:6:11: instances[0].name: is the name of a file of ours in /etc/vllm "
+            "(/etc/vllm/fabric.env); choose another"
         ],
     ),
     "one name of two instances": (

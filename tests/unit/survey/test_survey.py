@@ -247,3 +247,15 @@ def test_given_traffic_decides_the_longest_request(tmp_path: Path) -> None:
     assert sized.choices is not None
     (choice,) = [c for c in sized.choices.settings if c.name == "max-model-len"]
     assert "20000 tokens" in choice.reason
+
+
+def test_memory_of_adapters_is_told_as_left_out(tmp_path: Path) -> None:
+    text = ALL.replace("revision: v2}", "revision: v2, adapters: {support: {path: /data/a}}}")
+    read = inputs(tmp_path, text, qwen=QWEN)
+    found = fleet(tmp_path, all=text)
+    views = survey(found, states(found), read)
+    notices = [n for n in views["gpu-1"].notices if "LoRA" in n]
+    assert notices == [
+        "instance qwen-a: memory of its 1 LoRA adapter is not in these figures: leave some of each "
+        "card free"
+    ]

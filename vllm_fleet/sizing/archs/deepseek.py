@@ -77,7 +77,9 @@ def deepseek(c: Keys, top: Keys) -> Model:
                 Weight(f"{p}.indexer.k_norm", 2 * key, element=4),
             ]
         qkv = heads * (nope + rope) + (rank + rope)
-        cache = Latent(rank + rope, indexer, shares=indexer is not None and shares(i))
+        cache = Latent(
+            rank + rope, indexer, shares=indexer is not None and shares(i), query=q_rank or 0
+        )
         return Mixer(cache, weights, qkv, out=heads * value)
 
     return decoder(
