@@ -32,7 +32,7 @@ demo-down: $(VENV)/.ready ## Remove the demo's hosts and restore this machine; c
 
 .PHONY: check
 check: $(VENV)/.ready check-code ## Lint, types, unit tests: under a minute, no root
-	$(PY) -m pytest -q -n 2 -m 'not integration and not deploys' tests/unit
+	$(PY) -m pytest -q -n 2 -m 'not integration and not deploys and not slow' tests/unit
 
 # Two at a time: tests on hosts mostly wait, those of the gateway and the units mostly compute. What
 # the second says is shown when it has ended.

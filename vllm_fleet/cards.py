@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 from vllm_fleet.smi import (
@@ -387,17 +388,20 @@ def _pair_level(first: int, second: int, topology: Topology) -> int:
     return len(LEVELS) - 1 if link == "PCIE" else len(LEVELS)
 
 
+@cache
 def _level(link: str | None) -> int:
     word = "NV" if link and link.startswith("NV") else link
     return next((n for n, names in enumerate(LEVELS) if word in names), len(LEVELS))
 
 
+@cache
 def _rank(link: str | None) -> int:
     if link is None or link == "unknown":
         return 7
     return RANK["NV"] if link.startswith("NV") and link != "NUMA" else RANK.get(link, 0)
 
 
+@cache
 def _width(link: str) -> int:
     match = re.fullmatch(r"NV(\d+)", link)
     return int(match[1]) if match else 0

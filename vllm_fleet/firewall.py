@@ -61,7 +61,8 @@ def peers(
     need not be the one in the inventory: so all of its own count. Of hosts that take no part in
     this run nothing is seen; ``present``, the file as it is on the host, remembers theirs.
     """
-    hosts = [host for host in fleet.hosts if set(PEERS) & set(host.groups)]
+    asking = {host.name for group in PEERS for host in fleet.group(group)}
+    hosts = [host for host in fleet.hosts if host.name in asking]
     return _seen(hosts, states, _remembered(present, _TOLD))
 
 

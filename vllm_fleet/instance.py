@@ -141,17 +141,20 @@ def running_checksum(instance: PlannedInstance) -> str:
     A process started with another one needs a restart. Limits of time are not part of it:
     they hold from the next daemon-reload on.
     """
-    digest = hashlib.sha256()
-    # The gate runs inside the server, and of a span ours around it.
-    around = []
-    if instance.span is not None:
-        around = [_source("span"), json.dumps(instance.span.fabric)]
-    for part in (*_texts(instance), _unit(), _source("gate"), *around):
-        digest.update(_less_comments(part))
-    return digest.hexdigest()
+    kept = vars(instance)
+    if "_checksum" not in kept:
+        digest = hashlib.sha256()
+        # The gate runs inside the server, and of a span ours around it.
+        around = []
+        if instance.span is not None:
+            around = [_source("span"), json.dumps(instance.span.fabric)]
+        for part in (*_texts(instance), _unit(), _source("gate"), *around):
+            digest.update(_less_comments(part))
+        kept["_checksum"] = digest.hexdigest()
+    return str(kept["_checksum"])
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=64)  # the unit and the gate are the same for all
 def _less_comments(text: str) -> bytes:
     """A text as it counts in a checksum: a reworded comment is no reason to restart."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -161,7 +164,8 @@ def _less_comments(text: str) -> bytes:
 def _texts(instance: PlannedInstance) -> tuple[str, str]:
     """Launch script, and environment without the checksum.
 
-    A plan asks three times for them, so they are kept with the instance, as a cached property is.
+    A plan asks three times for them and for their checksum, so both are kept with the instance,
+    as a cached property is.
     """
     kept = vars(instance)
     if "_texts" not in kept:
@@ -174,6 +178,7 @@ def _texts(instance: PlannedInstance) -> tuple[str, str]:
 _PLAIN = re.compile(r"""[^\x00-\x1f\x7f"\\$`]*""")
 
 
+@lru_cache(maxsize=8192)
 def quote_env(value: str) -> str:
     """A value as systemd reads it back from an EnvironmentFile, without expansion.
 

@@ -19,6 +19,9 @@ def parsed(text: str | bytes) -> Any:
         raise ValueError("its brackets are nested too deeply") from None
 
 
+_encoded = json.JSONEncoder(sort_keys=True).encode
+
+
 def lines(data: Mapping[str, Any]) -> str:
     """The text of an object for a file: a line for each value, and for each item of a list.
 
@@ -28,8 +31,9 @@ def lines(data: Mapping[str, Any]) -> str:
     parts = []
     for key, value in data.items():
         if isinstance(value, list) and value:
-            text = "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
+            items = ",\n  ".join(_encoded(item) for item in value)
+            text = f"[\n  {items}\n ]"
         else:
-            text = json.dumps(value)
+            text = _encoded(value)
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -6,6 +6,7 @@ sees all of them before anything is changed anywhere.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
@@ -389,6 +390,19 @@ def pools_of(instances: Mapping[str, tuple[PlannedInstance, ...]]) -> tuple[Pool
     )
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: it would only walk all that is being made, again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_uncollected()
 def plan_fleet(
     fleet: Fleet, states: Mapping[str, HostState], inputs: Inputs
 ) -> dict[str, HostPlan]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vllm_fleet import paths, variants
-from vllm_fleet.spec.model import HostSettings
+from vllm_fleet.spec.model import HostSettings, PackageIndex, Proxy
 
 _PIN = re.compile(
     r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*(?P<version>[^\s;\\]+)"
@@ -232,10 +232,15 @@ def archive_order(settings: HostSettings) -> dict[str, object] | None:
 def sources(settings: HostSettings) -> dict[str, object]:
     """Index, proxy and cache of a host, as the scripts release.py and tools.py take them."""
     return {
-        "index": settings.package_index.model_dump(mode="json"),
-        "proxy": settings.proxy.model_dump(mode="json"),
+        "index": _dumped(settings.package_index),
+        "proxy": _dumped(settings.proxy),
         "cache": settings.package_cache,
     }
+
+
+@lru_cache(maxsize=64)
+def _dumped(settings: PackageIndex | Proxy) -> dict[str, object]:
+    return settings.model_dump(mode="json")
 
 
 def _lines(text: str) -> Iterator[str]:

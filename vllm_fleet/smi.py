@@ -284,7 +284,7 @@ def _from_csv(text: str, warnings: list[str]) -> list[Card]:
         if complaint(", ".join(row)):
             warnings.append(complaint(", ".join(row)) or "")
             continue
-        if [_column(c) for c in row] == header:
+        if _column(row[0]) == header[0] and [_column(c) for c in row] == header:
             raise CardsError(
                 "the list has two header lines: outputs of several hosts or runs are mixed up; "
                 f"run {QUERY} once on one host"
@@ -330,7 +330,7 @@ def _csv_card(values: dict[str, str], index: int) -> Card:
     reasons = [
         k.split(".", 1)[1]
         for k, v in values.items()
-        if re.match(r"clocks_(event|throttle)_reasons\.(hw_|sw_thermal)", k) and v == "Active"
+        if v == "Active" and re.match(r"clocks_(event|throttle)_reasons\.(hw_|sw_thermal)", k)
     ]
     pcie = tuple(
         _number(get(f"pcie.link.{n}"))

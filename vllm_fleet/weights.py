@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from vllm_fleet import paths
@@ -79,6 +80,7 @@ def hub_of(model: Model, settings: HostSettings) -> tuple[str | None, str | None
     return hub.endpoint, hub.token_file
 
 
+@lru_cache(maxsize=4096)
 def path_safe(revision: str) -> str:
     """One directory name for a revision; two revisions never share one.
 

@@ -176,12 +176,9 @@ def gates(tmp_path: Path) -> Iterator[tuple[Namespace, list[Gate]]]:
             found.append(gate)
         for gate in found:
             gate.keepalived(specs)
-        try:
-            yield client, found
-        except BaseException:
-            for gate in found:
-                print((gate.folder / "keepalived.log").read_text())
-            raise
+        yield client, found
+        for gate in found:  # shown where the test has failed
+            print((gate.folder / "keepalived.log").read_text())
 
 
 def asked(client: Namespace, seconds: float) -> list[tuple[float, str]]:
@@ -205,10 +202,12 @@ def ask(client: Namespace, path: str = "/v1/chat/completions") -> str:
 
 
 def test_either_gateway_can_die(gates: tuple[Namespace, list[Gate]]) -> None:
-    client, (first, second) = gates
-    wait_for(lambda: first.holds, 30)
+    client, both = gates
+    wait_for(lambda: any(gate.holds for gate in both), 30)
     wait_for(lambda: ask(client) == "200", 15)
-    assert not second.holds
+    # which of the two is a matter of milliseconds at their start; never both for long
+    wait_for(lambda: sum(gate.holds for gate in both) == 1, 10)
+    first, second = sorted(both, key=lambda gate: not gate.holds)
 
     # nginx of the holder is killed: its host lives, and lets go of the address
     began = time.monotonic()

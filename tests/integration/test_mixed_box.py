@@ -142,10 +142,7 @@ def deployed(bed: Bed, host: Host, folder: Path, wheel: Path) -> Box:
     values["package_index"]["find_links"].append("/srv/standin/")
     values.pop("api_keys"), values.pop("monitoring")
     (operator.root / "group_vars" / "box.yml").write_text(yaml.safe_dump(values))
-    host.sh(
-        "cat >/usr/bin/nvidia-smi; chmod 755 /usr/bin/nvidia-smi", stdin=nvidia_smi.script(CARDS)
-    )
-    host.sh("touch /dev/nvidia-uvm")  # else no start: CUDA would see no card
+    nvidia_smi.put(host, CARDS)
     done = operator.deploy(inventory="box")
     assert done.returncode == 0, done.stdout
     return Box(host, operator)

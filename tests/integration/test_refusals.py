@@ -127,7 +127,10 @@ def test_a_card_that_a_stranger_holds_or_that_is_missing(
     ]
     host, operator = small({"device": "cuda", "instances": instances})
     write(host, "/usr/bin/nvidia-smi", NVIDIA_SMI, "755")
-    host.sh("setsid -f sleep 600 >/dev/null 2>&1 </dev/null; pgrep -n sleep >/run/holder")
+    host.sh(
+        "setsid -f sh -c 'echo $$ >/run/holder; exec sleep 600' >/dev/null 2>&1 </dev/null; "
+        "until [ -s /run/holder ]; do sleep 0.1; done"
+    )
     refused(
         operator,
         "small: card 0 of instance glm is held by pid",
@@ -161,7 +164,7 @@ def test_a_disk_without_room_for_the_release(
 ) -> None:
     host, operator = small()
     host.sh("mkdir -p /opt/vllm && mount -t tmpfs -o size=300m tmpfs /opt/vllm")
-    refused(operator, "small: /opt/vllm has 0.3 GiB free", "4 GiB", "nothing was changed")
+    refused(operator, "small: /opt/vllm has 300.0 MiB free", "are missing", "nothing was changed")
     assert host.sh("ls /opt/vllm /etc/vllm 2>/dev/null", check=False).stdout.strip() == "/opt/vllm:"
 
 

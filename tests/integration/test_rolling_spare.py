@@ -46,11 +46,7 @@ def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """One host with two cards that serves 0.31.0 on the first."""
     fleet = make(empty_bed, tmp_path_factory.mktemp("spare"), with_cards, ("roll-1",))
     fleet.instances = (ONLY,)
-    host = fleet.bed.host("roll-1")
-    host.sh(
-        "cat >/usr/bin/nvidia-smi; chmod 755 /usr/bin/nvidia-smi", stdin=nvidia_smi.script(CARDS)
-    )
-    host.sh("touch /dev/nvidia-uvm")  # else no start: CUDA would see no card
+    nvidia_smi.put(fleet.bed.host("roll-1"), CARDS)
     with deployed(fleet, "0.31.0"):
         yield fleet
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from tests.testbed.hosts import Host
+
 SCRIPT = """\
 #!/usr/bin/python3
 import json, sys
@@ -46,3 +48,11 @@ def card(number: int, name: str, mib: int, capability: str) -> dict[str, str]:
 def script(cards: Sequence[Mapping[str, str]]) -> str:
     """The program's text, for a host with these cards, side by side without NVLink."""
     return SCRIPT % json.dumps(list(cards))
+
+
+def put(host: Host, cards: Sequence[Mapping[str, str]]) -> None:
+    """Make ``host`` one with these cards, until it boots again."""
+    host.sh("cat >/usr/bin/nvidia-smi; chmod 755 /usr/bin/nvidia-smi", stdin=script(cards))
+    host.sh("touch /dev/nvidia-uvm")  # else no start: CUDA would see no card
+    # A release for cards is asked to have room for CUDA; the stand-in's needs none of it.
+    host.sh("mkdir -p /opt/vllm && mount -t tmpfs -o size=64g,mode=755 tmpfs /opt/vllm")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.cards.made import matrix, uniform
+from vllm_fleet.plan import HostPlan
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.spec.model import Fleet
 from vllm_fleet.state import HostState
@@ -96,3 +97,39 @@ def states(fleet: Fleet, **changes: Mapping[str, Any]) -> dict[str, HostState]:
 def unit(active: str = "active", enabled: str = "enabled", **fields: str) -> dict[str, str]:
     """Fields of a unit as the state holds them."""
     return {"ActiveState": active, "UnitFileState": enabled, "NRestarts": "0", **fields}
+
+
+def settled(plan: HostPlan) -> dict[str, Any]:
+    """Changes that make the state of a host be as its plan wants it, everything running."""
+    daemons = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
+    return {
+        "packages": dict.fromkeys(plan.packages, "1"),
+        "manifest": {f.path: f.sha256 for f in plan.files},
+        "files": {f.path: [f.sha256, oct(f.mode), f.owner, f.group] for f in plan.files},
+        "releases": {r.id: {"version": r.id.split("-")[0]} for r in plan.releases},
+        "tools": plan.tools.id if plan.tools else None,
+        "weights": {
+            str(w.order["stamp"]): {
+                **{key: w.order[key] for key in ("source", "repo", "revision")},
+                "passed": w.order["needs"],
+                "intact": True,
+                "config": None,
+                "quant": None,
+            }
+            for w in plan.weights
+        },
+        "units": {
+            **{i.unit: unit() for i in plan.instances},
+            **{s.unit: unit() for s in daemons},
+        },
+        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in daemons},
+        "instances": {
+            i.name: {
+                "running": plan.checksums[i.name],
+                "ready": True,
+                "release": i.release,
+                "start_seconds": 60.0,
+            }
+            for i in plan.instances
+        },
+    }

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.cards.made import matrix, uniform
-from tests.unit.fleets import state, unit
-from vllm_fleet.plan import HostPlan, plan_fleet
+from tests.unit.fleets import settled, state
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.spec.model import Fleet
@@ -108,42 +108,6 @@ def bare(fleet: Fleet) -> dict[str, HostState]:
         its = {**there, "csv": csv} if "gpu" in host.groups else none
         found[host.name] = state(hostname=name, cards=its)
     return found
-
-
-def settled(plan: HostPlan) -> dict[str, Any]:
-    """Changes that make the state of a host be as its plan wants it, everything running."""
-    daemons = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
-    return {
-        "packages": dict.fromkeys(plan.packages, "1"),
-        "manifest": {f.path: f.sha256 for f in plan.files},
-        "files": {f.path: [f.sha256, oct(f.mode), f.owner, f.group] for f in plan.files},
-        "releases": {r.id: {"version": r.id.split("-")[0]} for r in plan.releases},
-        "tools": plan.tools.id if plan.tools else None,
-        "weights": {
-            str(w.order["stamp"]): {
-                **{key: w.order[key] for key in ("source", "repo", "revision")},
-                "passed": w.order["needs"],
-                "intact": True,
-                "config": None,
-                "quant": None,
-            }
-            for w in plan.weights
-        },
-        "units": {
-            **{i.unit: unit() for i in plan.instances},
-            **{s.unit: unit() for s in daemons},
-        },
-        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in daemons},
-        "instances": {
-            i.name: {
-                "running": plan.checksums[i.name],
-                "ready": True,
-                "release": i.release,
-                "start_seconds": 60.0,
-            }
-            for i in plan.instances
-        },
-    }
 
 
 def settle(root: Path) -> dict[str, HostState]:

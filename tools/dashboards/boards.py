@@ -84,6 +84,11 @@ def by_version(metric: str) -> tuple[tuple[str, str], ...]:
     )
 
 
+def of_pool(title: str, metric: str, *, unit: str = "short", alert: str = "") -> Panel:
+    """A histogram of vLLM's over all instances of a pool."""
+    return Panel(title, quantiles(metric, POOL, "pool", "{{pool}}"), unit=unit, alert=alert)
+
+
 def gateway_quantiles(metric: str, of: str) -> tuple[tuple[str, str], ...]:
     """The same of one of the gateway's."""
     series = f"vllm_fleet_gateway_{metric}_bucket"
@@ -311,21 +316,21 @@ POOLS = Board(
         (
             "What users feel",
             (
-                Panel(
+                of_pool(
                     "Time to first token",
-                    quantiles("time_to_first_token_seconds", POOL, "pool", "{{pool}}"),
+                    "time_to_first_token_seconds",
                     unit="s",
                     alert="FirstTokenBudgetFast",
                 ),
-                Panel(
+                of_pool(
                     "Between tokens",
-                    quantiles("inter_token_latency_seconds", POOL, "pool", "{{pool}}"),
+                    "inter_token_latency_seconds",
                     unit="s",
                     alert="TokenGapBudgetFast",
                 ),
-                Panel(
+                of_pool(
                     "Whole answer",
-                    quantiles("e2e_request_latency_seconds", POOL, "pool", "{{pool}}"),
+                    "e2e_request_latency_seconds",
                     unit="s",
                 ),
                 TOKENS,
@@ -345,20 +350,20 @@ POOLS = Board(
         (
             "Where the time goes",
             (
-                Panel(
+                of_pool(
                     "In the engine's queue",
-                    quantiles("request_queue_time_seconds", POOL, "pool", "{{pool}}"),
+                    "request_queue_time_seconds",
                     unit="s",
                     alert="RequestsWaiting",
                 ),
-                Panel(
+                of_pool(
                     "Prefill",
-                    quantiles("request_prefill_time_seconds", POOL, "pool", "{{pool}}"),
+                    "request_prefill_time_seconds",
                     unit="s",
                 ),
-                Panel(
+                of_pool(
                     "Decode",
-                    quantiles("request_decode_time_seconds", POOL, "pool", "{{pool}}"),
+                    "request_decode_time_seconds",
                     unit="s",
                 ),
             ),
@@ -416,13 +421,13 @@ POOLS = Board(
                     unit="cps",
                     alert="EngineRejects",
                 ),
-                Panel(
+                of_pool(
                     "Length of prompts",
-                    quantiles("request_prompt_tokens", POOL, "pool", "{{pool}}"),
+                    "request_prompt_tokens",
                 ),
-                Panel(
+                of_pool(
                     "Length of answers",
-                    quantiles("request_generation_tokens", POOL, "pool", "{{pool}}"),
+                    "request_generation_tokens",
                 ),
             ),
         ),

@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gevent.lock import RLock
 from pyinfra import inventory, logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError
 
 from vllm_fleet import fabric, paths
 from vllm_fleet.deploys import rolling
-from vllm_fleet.deploys.fleet import asked, made, plan_again, read_spec
+from vllm_fleet.deploys.fleet import asked, begun_once, made, plan_again, read_spec
 from vllm_fleet.fabric.discovery import discover
 from vllm_fleet.fabric.environment import Choice, Node, environments
 from vllm_fleet.fabric.nodes import differences, versions_of
@@ -23,9 +22,6 @@ from vllm_fleet.plan import HostPlan
 from vllm_fleet.rollout.fabric import Change, Trial, Wanted
 from vllm_fleet.rollout.lock import Lock
 from vllm_fleet.spec.model import Nccl
-
-_said = RLock()
-_begun: dict[int, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -43,14 +39,14 @@ def begun() -> bool:
 
     Raises DeployError where it may not begin, before anything is changed.
     """
-    with _said:
-        key = id(state.inventory)
-        if key not in _begun:
-            prepared = _prepared(made().plans)
-            for line in prepared.lines:
-                logger.info("%s", line)
-            _begun[key] = prepared.needed
-        return _begun[key]
+
+    def ask() -> bool:
+        prepared = _prepared(made().plans)
+        for line in prepared.lines:
+            logger.info("%s", line)
+        return prepared.needed
+
+    return begun_once("nccl", ask)
 
 
 def change(state: State, host: Host) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,9 @@ class Made:
 _lock = RLock()
 _made: dict[int, Made] = {}
 _read: dict[int, tuple[Fleet, Inputs]] = {}
+# What is asked once may ask for the plan, also from greenlets of its own: not the same lock.
+_said = RLock()
+_begun: dict[tuple[int, str], bool] = {}
 
 
 def my_plan() -> HostPlan | None:
@@ -87,6 +90,15 @@ def made() -> Made:
             tell_failures(state)
             _made[key] = _plan_all()
         return _made[key]
+
+
+def begun_once(what: str, ask: Callable[[], bool]) -> bool:
+    """Whether a deploy file has something to do: asked, and told, once for all hosts of a run."""
+    with _said:
+        key = id(state.inventory), what
+        if key not in _begun:
+            _begun[key] = ask()
+        return _begun[key]
 
 
 def read_spec() -> tuple[Fleet, Inputs]:

@@ -7,14 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from gevent.lock import RLock
 from pyinfra import logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 
 from vllm_fleet import engine, spans, spares
-from vllm_fleet.deploys.fleet import asked, made, plan_again, read_spec, states_of, taking_part
+from vllm_fleet.deploys.fleet import (
+    asked,
+    begun_once,
+    made,
+    plan_again,
+    read_spec,
+    states_of,
+    taking_part,
+)
 from vllm_fleet.instance import paths_of
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.operations import instance as instances
@@ -34,9 +41,6 @@ from vllm_fleet.state import HostState
 
 Mode = Literal["deploy", "upgrade", "rollback"]
 
-_said = RLock()
-_begun: dict[int, bool] = {}
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -52,20 +56,20 @@ def begun(mode: Mode) -> bool:
 
     Raises DeployError where it may not begin, before anything is changed.
     """
-    with _said:
-        key = id(state.inventory)
-        if key not in _begun:
-            prepared = _prepare(mode)
-            if prepared.rollout.refusals:
-                raise DeployError("nothing was changed:\n" + "\n".join(prepared.rollout.refusals))
-            for line in prepared.rollout.lines():
-                logger.info("%s", line)
-            _begun[key] = bool(prepared.rollout.waves) or (
-                bool(asked("unlock") or asked("clear")) or _stays_refused(mode, prepared.rollout)
-            )
-            if mode == "upgrade":
-                _begun[key] = _begun[key] or bool(_leftovers(made().plans))
-        return _begun[key]
+
+    def ask() -> bool:
+        rollout = _prepare(mode).rollout
+        if rollout.refusals:
+            raise DeployError("nothing was changed:\n" + "\n".join(rollout.refusals))
+        for line in rollout.lines():
+            logger.info("%s", line)
+        return (
+            bool(rollout.waves or asked("unlock") or asked("clear"))
+            or _stays_refused(mode, rollout)
+            or (mode == "upgrade" and bool(_leftovers(made().plans)))
+        )
+
+    return begun_once(mode, ask)
 
 
 def deploy(state: State, host: Host) -> bool:
@@ -88,24 +92,24 @@ def maintained() -> bool:
 
     Raises DeployError where it is not said what to do with it.
     """
-    with _said:
-        key = id(state.inventory)
-        if key not in _begun:
-            do, members = asked("do"), _cared_for()
-            if do not in DO:
-                raise DeployError(
-                    f"nothing was changed: say what to do: --data do={' or '.join(DO)}"
-                    + (f", not {do!r}" if do else "")
-                )
-            if not members:
-                raise DeployError("nothing was changed: no host of group gpu takes part")
-            names = ", then ".join(
-                f"{host} ({', '.join(one.name for one in ours) or 'no instances'})"
-                for host, ours in members.items()
+
+    def ask() -> bool:
+        do, members = asked("do"), _cared_for()
+        if do not in DO:
+            raise DeployError(
+                f"nothing was changed: say what to do: --data do={' or '.join(DO)}"
+                + (f", not {do!r}" if do else "")
             )
-            logger.info("%s: %s", do, names)
-            _begun[key] = True
-        return _begun[key]
+        if not members:
+            raise DeployError("nothing was changed: no host of group gpu takes part")
+        names = ", then ".join(
+            f"{host} ({', '.join(one.name for one in ours) or 'no instances'})"
+            for host, ours in members.items()
+        )
+        logger.info("%s: %s", do, names)
+        return True
+
+    return begun_once("maintain", ask)
 
 
 def maintain(state: State, host: Host) -> bool:

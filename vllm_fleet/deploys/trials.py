@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gevent.lock import RLock
 from pyinfra import logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError
@@ -20,7 +19,7 @@ from vllm_fleet.bench.measure import measure
 from vllm_fleet.bench.report import ReportError
 from vllm_fleet.bench.result import Result
 from vllm_fleet.deploys import rolling
-from vllm_fleet.deploys.fleet import asked, made, read_spec
+from vllm_fleet.deploys.fleet import asked, begun_once, made, read_spec
 from vllm_fleet.operations.instance import explained
 from vllm_fleet.operations.reach import Reached
 from vllm_fleet.operations.tunnel import tunnel
@@ -36,28 +35,25 @@ USAGE = (
     "--data instance=HOST/NAME --data configurations=FILE"
 )
 
-_said = RLock()
-_begun: dict[int, bool] = {}
-
 
 def begun() -> bool:
     """Whether there is a trial to run; told once, also by `--dry`. Raises DeployError."""
-    with _said:
-        key = id(state.inventory)
-        if key not in _begun:
-            plan, planned, comparison = _asked_for()
-            _candidates(plan, planned, comparison)
-            _generator()
-            logger.info(
-                "%s/%s of %s: out of its pool, %s, measured with %s, and back",
-                plan.spec.name,
-                planned.name,
-                planned.model_name,
-                "; ".join(comparison.configurations),
-                comparison.load.told(),
-            )
-            _begun[key] = True
-        return _begun[key]
+
+    def ask() -> bool:
+        plan, planned, comparison = _asked_for()
+        _candidates(plan, planned, comparison)
+        _generator()
+        logger.info(
+            "%s/%s of %s: out of its pool, %s, measured with %s, and back",
+            plan.spec.name,
+            planned.name,
+            planned.model_name,
+            "; ".join(comparison.configurations),
+            comparison.load.told(),
+        )
+        return True
+
+    return begun_once("bench", ask)
 
 
 def run(state: State, host: Host) -> bool:

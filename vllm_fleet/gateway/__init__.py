@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib.resources import files as resources
 from typing import TypedDict
 
-from vllm_fleet import engine, paths
+from vllm_fleet import engine, jsontext, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.render import render
@@ -329,6 +329,7 @@ def _upstream(name: str) -> str:
     return f"fleet_{lower}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
+@lru_cache(maxsize=4096)  # each has several instances, of several gateways
 def _address(host: str, address: str) -> str:
     try:
         return str(ipaddress.ip_address(address))
@@ -423,7 +424,7 @@ def _keys(spec: HostSpec, keys: Sequence[ApiKey]) -> list[dict[str, object]]:
 
 
 def _json(**values: object) -> str:
-    return json.dumps({"_": paths.MARK, **values}, indent=1, sort_keys=True) + "\n"
+    return jsontext.lines({"_": paths.MARK, **dict(sorted(values.items()))})
 
 
 def _lua() -> list[ManagedFile]:

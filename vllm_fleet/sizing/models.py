@@ -5,8 +5,10 @@ The builders are in archs/, by family. An architecture that is not there is refu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from vllm_fleet import engine_data
@@ -76,6 +78,12 @@ def check_version(config: Mapping[str, Any], version: str, where: str) -> None:
 
 def build(config: Mapping[str, Any], where: str = "config.json") -> Model:
     """The model of a config.json. Raises SizingError for what is not known."""
+    return _built(json.dumps(config), where)
+
+
+@lru_cache(maxsize=64)  # settings are found by sizing the same model many times
+def _built(text: str, where: str) -> Model:
+    config = json.loads(text)
     names = config.get("architectures")
     if names is not None and (
         not isinstance(names, list) or not all(isinstance(n, str) for n in names)

@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from .errors import RefusedError, SizingError
@@ -56,6 +57,7 @@ class Scheme:
 PLAIN = Scheme()
 
 
+@lru_cache(maxsize=16384)
 def _bare(name: str) -> str:
     """A module name without the wrappers that differ between checkpoint and vLLM."""
     name = re.sub(r"^(model|language_model|transformer|encoder)\.", "", name)

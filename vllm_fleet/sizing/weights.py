@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .allocator import Allocator
 from .arch import Layer, Model, Weight
@@ -213,13 +214,16 @@ _FUSED = (
 
 def fused_name(weight: Weight) -> str:
     """The parameter that vLLM joins a weight into (packed_modules_mapping)."""
-    if weight.role == "expert":
-        return f"{weight.name}.{weight.split}"
+    return f"{weight.name}.{weight.split}" if weight.role == "expert" else _fused(weight.name)
+
+
+@lru_cache(maxsize=16384)
+def _fused(name: str) -> str:
     for pattern, joined in _FUSED:
-        name, found = pattern.subn(joined, weight.name)
+        whole, found = pattern.subn(joined, name)
         if found:
-            return name
-    return weight.name
+            return whole
+    return name
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,8 @@ def rank_weights(
         joined: dict[str, float] = {}
         for weight in weights:
             size = weight_bytes(weight, spread, quant, element, card, minor)
-            joined[fused_name(weight)] = joined.get(fused_name(weight), 0.0) + size
+            name = fused_name(weight)
+            joined[name] = joined.get(name, 0.0) + size
         before = allocator.allocated
         for size in joined.values():
             allocator.allocate(size)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -131,6 +131,13 @@ class Settings(BaseModel):
     """Base of every model here: strict, frozen, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some values replaced; what was worked out of the old ones is left behind."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in set(vars(copied)) - set(type(copied).model_fields):
+            del vars(copied)[name]
+        return copied
 
 
 class Traffic(Settings):
@@ -1284,4 +1291,12 @@ class Fleet(Settings):
 
     def group(self, group: str) -> tuple[HostSpec, ...]:
         """The hosts of a group, in declared order."""
-        return tuple(h for h in self.hosts if group in h.groups)
+        return self._by_group.get(group, ())
+
+    @cached_property
+    def _by_group(self) -> dict[str, tuple[HostSpec, ...]]:
+        found: dict[str, list[HostSpec]] = {}
+        for host in self.hosts:
+            for group in host.groups:
+                found.setdefault(group, []).append(host)
+        return {group: tuple(hosts) for group, hosts in found.items()}

@@ -23,6 +23,8 @@ from vllm_fleet.onhost import adopt, ledger, switch
 from vllm_fleet.plan import Refusal, plan_fleet
 from vllm_fleet.spec.inputs import Inputs
 
+pytestmark = pytest.mark.slow
+
 BY_HAND = {
     "pid": 77,
     "user": "ann",

@@ -28,6 +28,8 @@ from vllm_fleet.onhost import hub, state
 from vllm_fleet.onhost.tools import Refusal
 from vllm_fleet.spec.model import HostSettings, Hub, Model, PythonArchive
 
+pytestmark = pytest.mark.slow
+
 REPO = "Tiny/qwen3"
 
 

@@ -8,9 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.unit import large
 from tests.unit.deploys.test_fake import fleet_command, lay_out
 from tests.unit.fleets import unit
+
+pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).resolve().parents[3]
 VARS = """\

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit import fleets
 from tests.unit.fleets import state, unit
 from vllm_fleet.plan import HostPlan, plan_fleet
 from vllm_fleet.spec.inputs import Inputs
@@ -112,39 +113,9 @@ def answers() -> dict[str, dict[str, Any]]:
 
 
 def settled(plan: HostPlan) -> dict[str, Any]:
-    """Changes that make a host be as a plan wants it, everything running."""
-    daemons = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
-    return {
-        "packages": dict.fromkeys(plan.packages, "1"),
-        "manifest": {f.path: f.sha256 for f in plan.files},
-        "files": {f.path: [f.sha256, oct(f.mode), f.owner, f.group] for f in plan.files},
-        "releases": {r: {"version": r.split("-")[0]} for r in ("0.31.0-open", "0.32.0-open")},
-        "tools": plan.tools.id if plan.tools else None,
-        "weights": {
-            str(w.order["stamp"]): {
-                **{key: w.order[key] for key in ("source", "repo", "revision")},
-                "passed": w.order["needs"],
-                "intact": True,
-                "config": None,
-                "quant": None,
-            }
-            for w in plan.weights
-        },
-        "units": {
-            **{i.unit: unit() for i in plan.instances},
-            **{s.unit: unit() for s in daemons},
-        },
-        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in daemons},
-        "instances": {
-            i.name: {
-                "running": plan.checksums[i.name],
-                "ready": True,
-                "release": i.release,
-                "start_seconds": 60.0,
-            }
-            for i in plan.instances
-        },
-    }
+    """Changes that make a host be as a plan wants it, with both releases, everything running."""
+    releases = {r: {"version": r.split("-")[0]} for r in ("0.31.0-open", "0.32.0-open")}
+    return {**fleets.settled(plan), "releases": releases}
 
 
 @dataclass

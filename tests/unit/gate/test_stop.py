@@ -15,6 +15,8 @@ import pytest
 from tests.unit.gate.stand_in import StandIn
 from vllm_fleet.gate import stop
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

@@ -17,6 +17,8 @@ import pytest
 from tests.unit.gate.stand_in import Reply, StandIn
 from vllm_fleet.gate import warmup
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 NO_TEMPLATE = "As of transformers v4.44, default chat template is no longer allowed"
 

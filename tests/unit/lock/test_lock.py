@@ -20,6 +20,8 @@ from vllm_fleet.cli import main
 from vllm_fleet.lock import LockingError, Wanted
 from vllm_fleet.spec.model import PackageIndex
 
+pytestmark = pytest.mark.slow
+
 VLLM = "vllm-0.9.1-py3-none-any.whl"
 REBUILT = "vllm-0.9.1-1-py3-none-any.whl"
 

@@ -29,6 +29,8 @@ from vllm_fleet import alertmanager, alerts
 from vllm_fleet.onhost import relay
 from vllm_fleet.spec.receivers import RELAY_PORT, ROBOTS
 
+pytestmark = pytest.mark.slow
+
 needs_alertmanager = pytest.mark.skipif(
     not shutil.which("prometheus-alertmanager"), reason="prometheus-alertmanager is not installed"
 )

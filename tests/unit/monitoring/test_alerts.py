@@ -16,6 +16,8 @@ import yaml
 from vllm_fleet import alerts, metrics
 from vllm_fleet.spec.model import Objectives
 
+pytestmark = pytest.mark.slow
+
 promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
 
 A = 'host="gpu-01",instance="air-a",pool="air"'

@@ -10,20 +10,18 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ports import free_port
+from tests.stubs.pages import served
 from tests.unit.monitoring.test_dashboard import EXPORTERS, annotations, queries, resolved
 from tests.unit.monitoring.test_files import host, instance
 from vllm_fleet import alerts, dashboard, engine_data, metrics, monitoring
@@ -74,32 +72,9 @@ def page(version: str, count: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-@contextmanager
-def exporter(version: str) -> Iterator[int]:
+def exporter(version: str) -> AbstractContextManager[int]:
     """Port of a server with this page."""
-
-    class Handler(BaseHTTPRequestHandler):
-        count = 0
-
-        def do_GET(self) -> None:
-            type(self).count += 1
-            body = page(version, self.count).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
+    return served(lambda count: page(version, count).encode())
 
 
 def ask(port: int, path: str, **query: str) -> Any:

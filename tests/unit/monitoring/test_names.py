@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -19,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tests.stubs.pages import served
 from tests.testbed import standin_wheel
 from vllm_fleet import alerts, dashboard, metrics
 from vllm_fleet.onhost import probe
@@ -99,38 +97,15 @@ def test_targets_of_latency_are_bounds_of_a_real_page(version: str) -> None:
         assert set(bounds) <= shown
 
 
-@contextmanager
-def served(text: bytes) -> Iterator[int]:
-    """Port of a server that answers with a page."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.mark.parametrize("version", PAGES)
 def test_the_probe_reads_a_real_page(version: str) -> None:
     page = PAGES[version].read_bytes()
-    with served(page) as port:
+    with served(lambda _: page) as port:
         before = probe.movement(port)
     assert before is not None
     assert {line.partition("{")[0] for line in before.splitlines()} == set(probe.MOVES)
     moved = page.replace(b"vllm:iteration_tokens_total_count{", b"#", 1)
-    with served(moved) as port:
+    with served(lambda _: moved) as port:
         assert probe.movement(port) != before
 
 

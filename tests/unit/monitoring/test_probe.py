@@ -22,6 +22,8 @@ import pytest
 from vllm_fleet import metrics
 from vllm_fleet.onhost import probe
 
+pytestmark = pytest.mark.slow
+
 
 class Engine:
     """A server of one instance, and the gateway that speaks of its pool."""

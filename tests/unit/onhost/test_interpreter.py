@@ -20,6 +20,8 @@ import pytest
 from vllm_fleet.onhost import interpreter
 from vllm_fleet.onhost.tools import Refusal
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "#!/bin/sh\necho 3.12.7\n"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.fleets import ALL, fleet, states, unit
+from tests.unit.fleets import ALL, fleet, settled, states, unit
 from vllm_fleet import exam, gateway
 from vllm_fleet.gateway import keepalived
 from vllm_fleet.placement import Placed, Placement
@@ -27,35 +27,6 @@ from vllm_fleet.spec.inputs import Inputs, read_inputs
 def plans(root: Path, inputs: Inputs | None = None, **changes: Any) -> dict[str, HostPlan]:
     found = fleet(root)
     return plan_fleet(found, states(found, **changes), inputs or Inputs())
-
-
-def settled(plan: HostPlan) -> dict[str, Any]:
-    """Changes that make a state be what a plan wants."""
-    services = (*plan.firewall_services, *plan.gateway_services, *plan.monitoring_services)
-    return {
-        "packages": dict.fromkeys(plan.packages, "1"),
-        "manifest": {f.path: f.sha256 for f in plan.files},
-        "files": {f.path: [f.sha256, oct(f.mode), f.owner, f.group] for f in plan.files},
-        "releases": {r.id: {} for r in plan.releases},
-        "tools": plan.tools.id if plan.tools else None,
-        "weights": {
-            str(w.order["stamp"]): {
-                **{key: w.order[key] for key in ("source", "repo", "revision")},
-                "passed": w.order["needs"],
-                "intact": True,
-            }
-            for w in plan.weights
-        },
-        "units": {
-            **{i.unit: unit() for i in plan.instances},
-            **{s.unit: unit() for s in services},
-        },
-        "loaded": {s.unit: f"{s.restarts}:{s.reloads}" for s in services},
-        "instances": {
-            i.name: {"running": plan.checksums[i.name], "ready": True, "release": i.release}
-            for i in plan.instances
-        },
-    }
 
 
 def test_every_host_gets_its_part(tmp_path: Path) -> None:

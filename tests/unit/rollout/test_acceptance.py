@@ -25,6 +25,8 @@ from vllm_fleet.rollout.acceptance import (
 )
 from vllm_fleet.spec.model import Acceptance
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Acceptance()
 GOOD: dict[str, Any] = {
     "asked": 4,

@@ -17,6 +17,8 @@ from tests.unit.rollout.hosts import Host, texts_of
 from vllm_fleet.gate import before_start
 from vllm_fleet.onhost import apply, ledger, switch
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
