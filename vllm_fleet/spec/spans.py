@@ -49,20 +49,13 @@ def degrees(span: Span, hosts: int, cards: int) -> tuple[int, int]:
 
 
 def span_ports(part: Instance) -> dict[str, int]:
-    """Ports of a rank of a span, by the setting that gives each; none of another instance."""
+    """Every port of a rank of a span, by the setting that gives it; none of another instance."""
     span = part.span
     if span is None or not isinstance(part, Rank):
         return {}
-    found = {}
-    if part.rank == 0:
-        found["watch_port"] = span.watch_port
-        if span.executor == "mp":
-            found["master_port"] = span.master_port
-            if span.data_parallel > 1:
-                found["data_port"] = span.data_port
-    if span.executor == "ray":
-        for number in range(RAY_PORTS + RAY_WORKER_PORTS):
-            found[f"ray_port{f' + {number}' if number else ''}"] = span.ray_port + number
+    found = span.ports(part.rank)
+    for number in range(1, RAY_PORTS + RAY_WORKER_PORTS) if span.executor == "ray" else ():
+        found[f"ray_port + {number}"] = span.ray_port + number
     return found
 
 
