@@ -86,8 +86,9 @@ class Spans:
         main = self.sh(host, f"systemctl show -P MainPID vllm@{name}").strip()
         return self.sh(host, f"tr '\\0' ' ' </proc/{main}/cmdline")
 
-    def journal(self, host: str, name: str, since: float) -> str:
-        return self.sh(host, f"journalctl -u vllm@{name} --since=@{int(since)} -o cat --no-pager")
+    def journal(self, host: str, name: str, since: float, until: float | None = None) -> str:
+        span = f"--since=@{int(since)}" + (f" --until=@{int(until)}" if until else "")
+        return self.sh(host, f"journalctl -u vllm@{name} {span} -o cat --no-pager")
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float) -> float:
         """Seconds until something is so."""

@@ -104,6 +104,7 @@ class Ranks:
             lambda: all(p.poll() is not None for p in self.processes.values()), "both have ended"
         )
         assert tuple(self.processes[rank].returncode for rank in (0, 1)) == codes, self.text(0)
+        assert "Traceback" not in self.text(0) + self.text(1)
 
 
 @pytest.fixture

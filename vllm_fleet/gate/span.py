@@ -292,14 +292,17 @@ def keep_at_home(run: str, env: Mapping[str, str]) -> str:
 def ray_command(settings: Settings, cards: str) -> List[str]:
     """The words that start Ray on this host: in front of the others, or beside them.
 
-    Every port is given, so that a firewall can know it; no dashboard, no metrics, no client
-    server: each of them takes orders from whoever reaches it.
+    Every port is given, so that a firewall can know it: whoever reaches one and has the token
+    gives orders. No dashboard.
     """
     base = settings.ray_port
     words = [settings.release + "/bin/ray", "start", "--block", "--disable-usage-stats"]
     if settings.me.number == 0:
         words += ["--head", "--port=%d" % base, "--include-dashboard=false"]
-        words += ["--ray-client-server-port=0"]
+        # Ray's server for clients starts wherever it can, so its port must be ours; without
+        # gRPC it cannot, and ray refuses the option.
+        if glob.glob(settings.release + "/lib/python3*/site-packages/grpc"):
+            words += ["--ray-client-server-port=%d" % (base + 7)]
     else:
         words += ["--address=%s:%d" % (settings.ranks[0].address, base)]
     words += ["--%s=%d" % (name, base + 1 + n) for n, name in enumerate(RAY_NAMED)]
@@ -439,6 +442,8 @@ class First(Member):
                 self.reasons[number] = "%s is gone again: %s" % (wire.rank, error)
                 if self.began:
                     self.lost = self.lost or "%s is lost: %s" % (wire.rank, error)
+        except asyncio.CancelledError:
+            pass  # at the end of it all; asyncio would print it as a failure
         finally:
             if self.wires.get(number) is wire and not self.began:
                 del self.wires[number]

@@ -42,12 +42,23 @@ def test_ray_has_the_ports_that_the_firewall_knows_and_no_others() -> None:
     assert "--node-ip-address=10.0.0.2" in words
 
 
-def test_the_head_of_ray_has_no_dashboard_and_no_server_for_clients() -> None:
+def test_the_head_of_ray_has_no_dashboard() -> None:
     words = span.ray_command(span.Settings({**ENV, "FLEET_RANK": "0"}), "")
     assert words[:2] == ["/opt/vllm/releases/0.32.0-1a2b3c4d/bin/ray", "start"]
     assert {"--head", "--block", "--include-dashboard=false"} <= set(words)
-    assert "--ray-client-server-port=0" in words
     assert not any(word.startswith("--num-gpus") for word in words)  # Ray looks by itself
+
+
+def test_rays_server_for_clients_has_a_port_of_ours_where_ray_starts_one(tmp_path: Path) -> None:
+    """Ray refuses the option where it has no gRPC, and takes port 10001 where nobody says one."""
+    found = []
+    for release, package in (("with", "grpc"), ("without", "grpcio_tools")):
+        (tmp_path / release / "lib/python3.11/site-packages" / package).mkdir(parents=True)
+        for rank in ("0", "1"):
+            env = {**ENV, "FLEET_RANK": rank, "FLEET_RELEASE": str(tmp_path / release)}
+            words = span.ray_command(span.Settings(env), "")
+            found.append([w for w in words if w.startswith("--ray-client-server-port")])
+    assert found == [["--ray-client-server-port=29517"], [], [], []]
 
 
 def test_what_is_a_hosts_own_is_not_carried_to_others(tmp_path: Path) -> None:
