@@ -11,6 +11,7 @@ from pyinfra import logger, state
 from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError
 
+from vllm_fleet import engine
 from vllm_fleet import plan as planning
 from vllm_fleet.bench import tell
 from vllm_fleet.bench.configurations import Comparison, ConfigurationError, applied, parse
@@ -20,6 +21,7 @@ from vllm_fleet.bench.report import ReportError
 from vllm_fleet.bench.result import Result
 from vllm_fleet.deploys import rolling
 from vllm_fleet.deploys.fleet import asked, begun_once, made, read_spec
+from vllm_fleet.engine_args import check_args
 from vllm_fleet.operations.instance import explained
 from vllm_fleet.operations.reach import Reached
 from vllm_fleet.operations.tunnel import tunnel
@@ -150,6 +152,10 @@ def _candidates(plan: HostPlan, planned: PlannedInstance, compared: Comparison) 
             reasons.append(f"{name}: {error}")
             continue
         one = next(one for one in its.wanted if one.name == planned.name)
+        words = [word for line in engine.command(one)[1:] for word in line]
+        if wrong := check_args(one.vllm_version, words):
+            reasons += [f"{name}: {error}" for error in wrong]
+            continue
         version: dict[str, Any] = {
             "release": one.release,
             "checksum": its.checksums[one.name],

@@ -111,7 +111,9 @@ def test_the_last_ready_instance_of_a_pool(operator: Operator) -> None:
     [
         ("no file", "configurations.yml: No such file"),
         ("wrong key", "configurations: a: dtype: unknown"),
-        ("wrong option", "b: "),
+        ("no cards", "b: "),
+        ("no option", "b: --max-num-sequences"),
+        ("no value of it", "b: --kv-cache-dtype"),
         ("no generator", "fleet bench needs GuideLLM"),
         ("cut off", "was cut off: run upgrade.py"),
         ("unknown", "no instance gpu-7/a takes part; there is @fake/gpu-3/a, @fake/gpu-1/a"),
@@ -125,8 +127,12 @@ def test_what_is_refused_before_anything_is_touched(
         file.unlink()
     elif change == "wrong key":
         file.write_text("configurations: {a: {dtype: half}}")
-    elif change == "wrong option":
+    elif change == "no cards":
         file.write_text("configurations: {b: {cards: [8, 9]}}")
+    elif change == "no option":
+        file.write_text("configurations: {a: {}, b: {vllm_args: {max-num-sequences: 4}}}")
+    elif change == "no value of it":
+        file.write_text("configurations: {b: {vllm_args: {kv-cache-dtype: fp9}}}")
     elif change == "no generator":
         (operator.root / "guidellm").unlink()
     elif change == "cut off":
