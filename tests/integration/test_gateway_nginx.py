@@ -745,10 +745,23 @@ def test_access_log(pair: Nginx, engines: list[Engine]) -> None:
     assert line["path"] == "/v1/chat/completions"
     assert (line["held_ms"], line["first_byte_seconds"] < 1) == (0, True)
     assert [h.headers["x-request-id"] for e in engines for h in e.hits] == ["client-7"]
+    pair.ask("POST", "/pools/m/v1/chat/completions", b"{}", {"X-Request-Id": "by-path"})
+    assert pair.logged("by-path")["path"] == "/v1/chat/completions"
     # what a client sends cannot break the log's lines
     pair.chat('x"\n\x01模\\', headers={"X-Request-Id": 'a"b', "User-Agent": 'q"\\'})
-    wait_for(lambda: len(pair.access()) == 2)
+    wait_for(lambda: len(pair.access()) == 3)
     assert 'q"\\' in {line["agent"] for line in pair.access()}
+
+
+def test_ids_are_unique_and_reach_the_engine(pair: Nginx, engines: list[Engine]) -> None:
+    with ThreadPoolExecutor(8) as executor:
+        answers = list(executor.map(lambda _: pair.chat("m"), range(60)))
+    ids = {headers["x-request-id"] for _, headers, _ in answers}
+    assert len(ids) == 60
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+    assert {h.headers["x-request-id"] for e in engines for h in e.hits} == ids
+    assert len({each[:24] for each in ids}) <= len(pair.workers)  # each worker's own beginning
+    wait_for(lambda: {line["request_id"] for line in pair.access()} == ids)
 
 
 def test_answers_are_evenly_spread_over_threads(pair: Nginx, engines: list[Engine]) -> None:

@@ -25,6 +25,8 @@ pcall(ffi.cdef, [[
 
 local state = ngx.shared.fleet_state
 
+local byte, sub = string.byte, string.sub
+
 local M = {}
 
 local TICK = 1  -- seconds between looks at keys.json
@@ -137,7 +139,11 @@ function M.find()
     return OPEN
   end
   local shown = ngx.var.http_authorization
-  shown = shown and shown:match("^[Bb][Ee][Aa][Rr][Ee][Rr] +(.+)$") or ngx.var.http_x_api_key
+  if shown and sub(shown, 1, 7) == "Bearer " and byte(shown, 8) ~= 32 and #shown > 7 then
+    shown = sub(shown, 8)
+  else
+    shown = shown and shown:match("^[Bb][Ee][Aa][Rr][Ee][Rr] +(.+)$") or ngx.var.http_x_api_key
+  end
   if not shown then
     return nil, "missing"
   end

@@ -337,9 +337,10 @@ end
 
 -- The instance of a class for a request; nil, and whether some are only at their limit.
 local turn = 0
+local usable, counts = {}, {}  -- of the request that is looked at; what is behind `found` is older
 
 local function choose(class, request)
-  local usable, counts, found, total, full = {}, {}, 0, 0, false
+  local found, total, full = 0, 0, false
   local tried, lora = request.tried, request.lora
   turn = turn + 1
   local size = #class

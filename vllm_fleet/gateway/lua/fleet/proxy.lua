@@ -5,9 +5,10 @@
 -- once, it jumps to @fleet_given, which passes it on; else to @fleet_proxy, where choose() runs in
 -- the access phase, before proxy_pass. When a try ends in 502, 503 or 504, error_page jumps to
 -- @fleet_proxy (again), and choose() finds the same request with a try behind it. A jump clears
--- ngx.ctx, so a request's state is kept here by nginx's $request_id until the log phase.
+-- ngx.ctx, so a request's state is kept here by an id of our own until the log phase.
 
 local balancer = require "ngx.balancer"
+local bit = require "bit"
 
 local answer = require "fleet.answer"
 local config = require "fleet.config"
@@ -21,7 +22,7 @@ local queue = require "fleet.queue"
 local scan = require "fleet.scan"
 local usage = require "fleet.usage"
 
-local find = string.find
+local find, tohex = string.find, bit.tohex
 
 local M = {}
 
@@ -52,7 +53,28 @@ local live = {}
 
 -- The state of this request; nil where it was not admitted.
 local function current()
-  return ngx.ctx.request or live[ngx.var.request_id]
+  return ngx.ctx.request or live[ngx.var.fleet_id]
+end
+
+-- Ids of this worker: a beginning by chance, then a number. nginx's own $request_id is made by
+-- OpenSSL's generator of keys, which takes as long as all else that is read of a request.
+local ids_begin, ids = nil, 0
+
+local function start_ids()
+  local file = assert(io.open("/dev/urandom", "rb"))
+  ids_begin = file:read(12):gsub(".", function(byte)
+    return tohex(byte:byte(), 2)
+  end)
+  file:close()
+end
+
+local function next_id()
+  ids = ids + 1
+  if ids == 4294967296 then
+    start_ids()
+    ids = 0
+  end
+  return ids_begin .. tohex(ids)
 end
 
 -- Text from a client, fit for the log and for a message.
@@ -102,8 +124,9 @@ local function pool_of(asked, found)
   if found.kind == "json" then
     return answer.error(400, "The request body is not a JSON object.")
   end
+  local named = found.model and config.pool(found.model)
   if found.model then
-    ngx.var.fleet_model = plain(found.model)
+    ngx.var.fleet_model = named and found.model or plain(found.model)
   end
   if asked then
     return config.pool(asked) or no_such_model(asked)
@@ -118,7 +141,7 @@ local function pool_of(asked, found)
     return answer.error(400, "`model` is required: this gateway serves several. "
                              .. "GET /v1/models lists them.", "model")
   end
-  return config.pool(found.model) or no_such_model(found.model)
+  return named or no_such_model(found.model)
 end
 
 -- The body as the engine is to see it where path or header chose the pool, and what the scanner
@@ -180,7 +203,8 @@ end
 -- not.
 function M.allow(method)
   -- The path as sent must be the path that nginx matched: no escapes, no //, no dots.
-  local sent, path = ngx.var.request_uri, ngx.var.uri
+  local sent = ngx.var.request_uri
+  local path = ANSWERS[sent] and sent or ngx.var.uri  -- the usual ones are as nginx matched them
   if sent ~= path and sent:match("^[^?]*") ~= path then
     return answer.error(404, "There is no such path.")
   end
@@ -204,6 +228,8 @@ end
 -- In init_worker_by_lua. What a request left behind would stay for as long as the streams run that
 -- began beside it, on a worker that has nothing else to do.
 function M.start()
+  start_ids()
+  collectgarbage()  -- what loading left
   ngx.timer.every(CLEAR_UP, function()
     collectgarbage("step", CLEAR_UP_KB)
   end)
@@ -226,6 +252,7 @@ function M.admit()
   if asked then
     text, found = renamed(text, found, pool, asked)
     ngx.req.set_uri(path)
+    ngx.var.fleet_path = path
   end
   ngx.var.fleet_pool = pool.name
   ngx.var.fleet_upstream = pool.upstream
@@ -244,10 +271,12 @@ function M.admit()
     text = with_usage
     ngx.req.set_body_data(text)
   end
-  local id = ngx.var.request_id
+  local id = next_id()
+  ngx.var.fleet_id = id
   local request = {
     id = id, pool = pool.name, key = key, estimate = estimate, prompt = prompt,
     hide = with_usage ~= nil, bytes = #text,
+    instance = nil, answer = nil, ends = nil, first_byte = nil,  -- room for them from the start
     lora = config.is_adapter(pool, found.model) and found.model or nil,
     need = math.ceil(found.longest * SLACK) + MEDIUM * found.media + (found.max_tokens or answers),
     affinity = affinity_of(found),
@@ -255,7 +284,6 @@ function M.admit()
   live[id] = request
   request.instance = pools.take(pool, request)
   if request.instance then
-    request.given = ngx.now()
     return ngx.exec("@fleet_given")
   end
   return ngx.exec("@fleet_proxy")
@@ -274,8 +302,12 @@ local function leave(request, status)
   if instance then
     request.instance = nil
     pools.give(instance)
-    request.tries = request.tries or {}
-    request.tries[#request.tries + 1] = instance.id .. ":" .. status
+    local try = instance.id .. ":" .. status
+    if request.tries then
+      request.tries[#request.tries + 1] = try
+    else
+      request.tries = {try}
+    end
     queue.freed(request.pool)
   end
 end
@@ -455,13 +487,12 @@ function M.choose()
       request.instance = hold(request)
     end
   end
-  request.given = ngx.now()
 end
 
 -- balancer_by_lua of every pool.
 function M.balance()
-  local request = live[ngx.var.request_id]
-  ngx.ctx.request = request
+  local request = live[ngx.var.fleet_id]
+  ngx.ctx = {request = request}
   local instance = request.instance
   local ok, err = balancer.set_current_peer(instance.address, instance.port)
   if not ok then
@@ -477,7 +508,9 @@ function M.answered()
   if request and request.instance then
     pools.worked(request.instance)
     request.answer = usage.head(request.hide)
-    request.ends = ngx.now() + config.settings().longest_answer
+    local now = ngx.now()
+    request.first_byte = now - ngx.req.start_time()
+    request.ends = now + config.settings().longest_answer
   end
 end
 
@@ -523,15 +556,19 @@ function M.log()
     instance = request.instance or request.last
     book(request)
     -- A client that left has 499 here, whatever the instance would have said.
-    leave(request, ngx.status == 499 and "499" or last(ngx.var.upstream_status) or ngx.status)
-    if request.tries then
-      ngx.var.fleet_tried = table.concat(request.tries, ", ")
+    local status = ngx.status
+    if status ~= 499 and not request.answer then
+      status = last(ngx.var.upstream_status) or status
+    end
+    leave(request, status)
+    local tries = request.tries
+    if tries then
+      ngx.var.fleet_tried = #tries == 1 and tries[1] or table.concat(tries, ", ")
     end
     if request.held_ms or request.queued_ms then
       ngx.var.fleet_held_ms = string.format("%.0f", request.held_ms or 0)
       ngx.var.fleet_queued_ms = string.format("%.0f", request.queued_ms or 0)
     end
-    request.header_seconds = tonumber(last(ngx.var.upstream_header_time))
   end
   logged.request(request, instance)
 end

@@ -13,6 +13,7 @@ local cjson = require "cjson"
 local ffi = require "ffi"
 
 local find, sub, min, max = string.find, string.sub, math.min, math.max
+local bytes_of = ffi.typeof("const uint8_t *")
 local tobit, rshift = bit.tobit, bit.rshift
 
 local M = {}
@@ -487,6 +488,8 @@ local NOTED = {
   truncation = true, max_tokens = true, max_completion_tokens = true, max_output_tokens = true,
 }
 
+local BAD = {kind = "json"}
+
 -- What the body asks for:
 --   kind            "string" · "missing" (no model, null or "") · "type" (not a string) ·
 --                   "json" (not one JSON object; then nothing else is set)
@@ -500,12 +503,13 @@ local NOTED = {
 --   tokens          estimate for all prompts in it; longest: for the longest of them
 --   media           images, sounds, videos and files in it, of which nothing is in `tokens`
 function M.request(body)
-  local p = ffi.cast("const uint8_t *", body) - 1
+  local p = ffi.cast(bytes_of, body) - 1
   local size = #body
-  local result = {kind = "missing", stream = false, include_usage = false, truncates = false,
-                  tokens = 0, longest = 0, media = 0}
   local parts = {}
-  local bad = {kind = "json"}
+  local result = {kind = "missing", stream = false, include_usage = false, truncates = false,
+                  tokens = 0, longest = 0, media = 0, parts = parts,
+                  -- room for what most have
+                  model = nil, model_from = nil, model_to = nil, max_tokens = nil, first = nil}
   next_escape = size <= EXACT and 0 or nil
   local at = 1
   if sub(body, 1, 3) == "\239\187\191" then  -- a byte order mark, which Python skips too
@@ -513,29 +517,29 @@ function M.request(body)
   end
   at = skip_space(p, at)
   if p[at] ~= 123 or at > size then
-    return bad
+    return BAD
   end
   at = skip_space(p, at + 1)
   if p[at] == 125 then
-    return skip_space(p, at + 1) > size and result or bad
+    return skip_space(p, at + 1) > size and result or BAD
   end
   while true do
     if at > size or p[at] ~= 34 then
-      return bad
+      return BAD
     end
     local key_end = string_end(body, p, at)
     if not key_end then
-      return bad
+      return BAD
     end
     -- The longest key of ours has 22 letters, of at most six bytes each.
     local name = key_end - at <= 133 and string_value(body, at, key_end)
     at = skip_space(p, key_end + 1)
     if p[at] ~= 58 then  -- :
-      return bad
+      return BAD
     end
     at = skip_space(p, at + 1)
     if at > size then
-      return bad
+      return BAD
     end
     local c = p[at]
     local how = name and TEXTS[name]
@@ -559,23 +563,23 @@ function M.request(body)
       end
     end
     if not last then
-      return bad
+      return BAD
     end
     if name and NOTED[name] then
       note(body, result, name, c, at, last)
     end
     at = skip_space(p, last + 1)
     if at > size then
-      return bad
+      return BAD
     end
     c = p[at]
     if c == 125 then
       if skip_space(p, at + 1) <= size then
-        return bad
+        return BAD
       end
       break
     elseif c ~= 44 then  -- ,
-      return bad
+      return BAD
     end
     at = skip_space(p, at + 1)
   end
@@ -590,7 +594,6 @@ function M.request(body)
   if first then
     result.first = first_text(body, first[1], first[6])
   end
-  result.parts = parts
   return result
 end
 
@@ -603,7 +606,7 @@ end
 -- Tokens that the longest prompt of this request has at the very least, by any tokenizer. Slower
 -- than the estimate, and asked for only where the estimate speaks for a refusal.
 function M.least(body, request)
-  local p = ffi.cast("const uint8_t *", body) - 1
+  local p = ffi.cast(bytes_of, body) - 1
   local total = 0
   for name, part in pairs(request.parts) do
     local how, at = TEXTS[name], part[1]

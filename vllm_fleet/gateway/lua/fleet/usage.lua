@@ -9,6 +9,7 @@ local cjson = require "cjson"
 local ffi = require "ffi"
 
 local byte, find, sub = string.byte, string.find, string.sub
+local bytes_of = ffi.typeof("const uint8_t *")
 
 local M = {}
 
@@ -111,7 +112,7 @@ end
 -- kept from piece to piece, so that an answer of any size costs no memory; and what a client sent
 -- and the engine repeats (tools, metadata) stands deeper, or in strings.
 local function walk(s, text)
-  local p = ffi.cast("const uint8_t *", text) - 1
+  local p = ffi.cast(bytes_of, text) - 1
   local at, size, depth = 1, #text, s.depth
   local from = s.value and 1  -- where the value of `usage` begins, or goes on, in this piece
   while at <= size do
@@ -185,13 +186,19 @@ local function whole(s, text)
   while at do
     from, at = at, find(text, '"usage"', at + 7, true)
   end
-  local _, last, flat = find(text, "^%s*:%s*({[^{}]*})", from + 7)
-  local ok, usage = pcall(cjson.decode, flat)
+  local p, size = ffi.cast(bytes_of, text) - 1, #text
+  at = from + 7
+  while at < size and (p[at] <= 32 or p[at] == 58) do  -- a colon, spaces about it
+    at = at + 1
+  end
+  local last = p[at] == 123 and find(text, "}", at, true)
+  -- What is no flat object ends too early here, and is no JSON.
+  local ok, usage = pcall(cjson.decode, last and sub(text, at, last))
   if not ok then
     return false
   end
   -- After it, only the object that it stands in may end.
-  local depth, p, size = 1, ffi.cast("const uint8_t *", text) - 1, #text
+  local depth = 1
   at = last + 1
   while at <= size do
     local c = p[at]
@@ -267,11 +274,16 @@ local function stream(s, piece, last)
       end
       word = find(text, '"usage"', stop + 1, true)
     end
-    s.long = false
+    if s.long then
+      s.long = nil
+    end
     at = stop + 1
   end
   if at > #text then
-    s.kept, s.size, s.tail = nil, 0, ""
+    s.size, s.tail = 0, ""
+    if kept then
+      s.kept = nil
+    end
   else
     local rest = sub(text, at)
     s.kept, s.size, s.tail = {rest}, #rest, sub(rest, -3)
@@ -283,23 +295,24 @@ local function stream(s, piece, last)
 end
 
 -- Header filter of an instance's answer. `hide`: whether usage was asked for by us alone.
+-- What is kept has room from the start for all that comes into it.
 function M.head(hide)
-  local s = {hide = hide, events = 0}
   local header = ngx.header
   local kind = ngx.status == 200 and header["Content-Type"]
   if not kind or header["Content-Encoding"] then
-    return s
-  end
-  if find(kind, "text/event-stream", 1, true) then
-    s.read, s.stream, s.size, s.tail = stream, true, 0, ""
+    return {hide = hide, events = 0}
+  elseif find(kind, "text/event-stream", 1, true) then
     if hide then
       header["Content-Length"] = nil
     end
+    return {hide = hide, events = 0, read = stream, size = 0, tail = "", prompt = nil,
+            completion = nil}
   elseif find(kind, "application/json", 1, true) then
-    s.read, s.depth, s.open, s.slashes, s.word, s.colon = walk, 0, false, 0, "", false
-    s.length = tonumber(header["Content-Length"])
+    return {hide = hide, events = 0, read = walk, depth = 0, open = false, slashes = 0, word = "",
+            colon = false, length = tonumber(header["Content-Length"]), done = false,
+            prompt = nil, completion = nil}
   end
-  return s
+  return {hide = hide, events = 0}
 end
 
 -- Body filter: a piece of the answer. Returns what the client is to get of it.
@@ -328,7 +341,7 @@ function M.cost(s, status, with_instance, estimate, prompt)
     return s.prompt, s.completion
   elseif not s.read and status >= 400 then
     return 0, 0
-  elseif s.stream then
+  elseif s.read == stream then
     return prompt, s.events
   end
   return prompt, estimate - prompt
