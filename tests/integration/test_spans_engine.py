@@ -130,7 +130,7 @@ def test_a_model_over_two_hosts_by_other_splits(spans: Spans, how: str) -> None:
     serves(spans, how)
 
 
-# --- faults: by DP2 or whatever was last -----------------------------------------------------
+# --- faults, by whatever split was last -----------------------------------------------------
 
 
 @pytest.mark.long
