@@ -176,7 +176,7 @@ def locks_of(
             name = lock_path(settings.vllm_lock, version)
             try:
                 text = (Path(fleet.root) / name).read_text(encoding="utf-8")
-                release.check_lock(text, version, settings.vllm_package)
+                release.check_lock(text, version, settings.vllm_package, settings.vllm_extra)
             except (OSError, release.LockError) as error:
                 raise BundleError(f"{name}: {error}") from None
             text = release.without(text, settings.vllm_exclude)

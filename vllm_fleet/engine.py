@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from vllm_fleet import paths
-from vllm_fleet.planned import PlannedInstance
+from vllm_fleet.planned import PlannedInstance, PlannedSpan
 
 # Options that decide where the server listens, what it is called and who may ask: they come
 # from the spec's own keys, and two sources would disagree one day. Keys and tokens never
@@ -38,6 +38,30 @@ ONE_WAY = frozenset(
         "headless",
     }
 )
+# What makes a span of several instances; its `span` says it once for all of them.
+SPAN_OPTIONS = frozenset(
+    {
+        "tensor-parallel-size",
+        "pipeline-parallel-size",
+        "data-parallel-size",
+        "data-parallel-size-local",
+        "data-parallel-backend",
+        "data-parallel-address",
+        "data-parallel-rpc-port",
+        "data-parallel-rank",
+        "data-parallel-start-rank",
+        "data-parallel-external-lb",
+        "data-parallel-hybrid-lb",
+        "distributed-executor-backend",
+        "nnodes",
+        "node-rank",
+        "master-addr",
+        "master-port",
+        "headless",
+    }
+)
+# Refused with `--headless`, which has no server.
+SERVERS_ALONE = frozenset({"api-server-count"})
 # With one of these, ranks may be on other hosts than the instance's own.
 ELSEWHERE = frozenset({"nnodes", "data-parallel-size-local", "distributed-executor-backend"})
 REPEATED = frozenset({"middleware"})  # one value each, may be given several times
@@ -91,22 +115,55 @@ def command(instance: PlannedInstance) -> list[list[str]]:
     ]
     if isinstance(model.max_model_len, int) and "max-model-len" not in given:
         lines.append(["--max-model-len", str(model.max_model_len)])
-    if instance.cards and "tensor-parallel-size" not in given:
+    if instance.span is not None:
+        lines += _span_lines(instance.span)
+    elif instance.cards and "tensor-parallel-size" not in given:
         lines.append(["--tensor-parallel-size", str(_tensor_parallel(instance, given))])
     elif instance.cards and (problem := too_many_ranks(given, len(instance.cards))):
         raise EngineError(f"instance {instance.name} on {instance.host}: {problem}")
+    if instance.span is not None and (ours := SPAN_OPTIONS & set(given)):
+        raise EngineError(
+            f"instance {instance.name} on {instance.host}: vllm_args: `{min(ours)}` of a span is "
+            "set by its `span`"
+        )
     if model.task != "chat" and "runner" not in given:
         lines.append(["--runner", "pooling"])
     if model.trust_remote_code:
         lines.append(["--trust-remote-code"])
     for name, value in given.items():
-        lines.extend(option_words(name, value))
+        if instance.answers or name not in SERVERS_ALONE:
+            lines.extend(option_words(name, value))
     if "disable-uvicorn-access-log" not in given:
         # Two lines a second of gateways and monitors would hide what matters in the journal;
         # who asked what stands in the gateway's log.
         lines.append(["--disable-uvicorn-access-log"])
     # vLLM puts the middleware named last around all others: nothing gets past the gate.
     lines.append(["--middleware", GATE])
+    return lines
+
+
+def _span_lines(span: PlannedSpan) -> list[list[str]]:
+    """Options by which the ranks of a span are one server."""
+    settings = span.settings
+    lines = [
+        ["--tensor-parallel-size", str(span.tensor_parallel)],
+        ["--pipeline-parallel-size", str(span.pipeline_parallel)],
+    ]
+    if settings.data_parallel > 1:
+        lines.append(["--data-parallel-size", str(settings.data_parallel)])
+    if settings.executor == "ray":
+        return [*lines, ["--distributed-executor-backend", "ray"]]
+    lines += [
+        ["--distributed-executor-backend", "mp"],
+        ["--nnodes", str(len(span.hosts))],
+        ["--node-rank", str(span.rank)],
+        ["--master-addr", span.addresses[0]],
+        ["--master-port", str(settings.master_port)],
+    ]
+    if settings.data_parallel > 1:
+        lines.append(["--data-parallel-rpc-port", str(settings.data_port)])
+    if span.rank:
+        lines.append(["--headless"])
     return lines
 
 

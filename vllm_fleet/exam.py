@@ -34,6 +34,7 @@ from vllm_fleet.cards import (
 from vllm_fleet.smi import Process as CardProcess
 from vllm_fleet.spec.inputs import Inputs, version_of
 from vllm_fleet.spec.model import HostSpec, Instance
+from vllm_fleet.spec.spans import span_ports
 from vllm_fleet.spec.tls import ACME_PORT
 from vllm_fleet.state import HostState, Process
 from vllm_fleet.topo import Pair
@@ -193,6 +194,9 @@ def _basics(state: HostState) -> Iterator[Verdict]:
 def _ports(spec: HostSpec, state: HostState) -> Iterator[Verdict]:
     """Ports of the plan that somebody else holds."""
     wanted = {i.port: (f"instance {i.name}", f"vllm@{i.name}.service") for i in spec.instances}
+    for one in spec.instances:
+        for setting, number in span_ports(one).items():
+            wanted[number] = (f"span.{setting} of instance {one.name}", f"vllm@{one.name}.service")
     if "gateway" in spec.groups:
         wanted[spec.settings.gateway.listen] = ("the gateway", NGINX)
         if spec.settings.gateway.tls and spec.settings.gateway.tls.acme:

@@ -35,6 +35,14 @@ _TOLD, _NODES = "# Peers: ", "# Nodes: "
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Where the ranks of spans on a host listen, and the hosts that have others of them."""
+
+    ports: tuple[int, ...] = ()
+    addresses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # given ones, by host
+
+
+@dataclass(frozen=True)
 class Nodes:
     """What a host of the fabric opens to the others alone: ranks ask for no key, and run what
     they are sent."""
@@ -63,22 +71,28 @@ def nodes(
     spec: HostSpec,
     states: Mapping[str, HostState],
     present: str | None,
-    more: Iterable[int] = (),
+    ranks: Ranks | None = None,
 ) -> Nodes:
-    """What a host opens to the other hosts of its fabric; nothing where it is in none.
+    """What a host opens to the others of its fabric and spans; nothing where it is in none.
 
-    Engines, NCCL and gloo listen on ports that the kernel gives, all of its range; ``more``: the
-    ports where ranks of a span meet, Ray's.
+    Engines, NCCL and gloo listen on ports that the kernel gives, all of its range; ``ranks``: where
+    those of spans meet, and Ray's.
     """
-    settings = fabric.taken_part(spec)
-    if settings is None or spec.name not in states:
+    settings, ranks = fabric.taken_part(spec), ranks or Ranks()
+    if (settings is None and not ranks.ports) or spec.name not in states:
         return Nodes()
     given = states[spec.name].transfers.get("ports") or LOCAL_PORTS
-    single = sorted({settings.port, *more} - {*range(given[0], given[1] + 1)})
-    hosts = [host for host in fleet.hosts if fabric.taken_part(host) is not None]
+    own = {settings.port} if settings else set()
+    single = sorted({*own, *ranks.ports} - {*range(given[0], given[1] + 1)})
+    hosts = [
+        host
+        for host in fleet.hosts
+        if host.name in ranks.addresses or (settings and fabric.taken_part(host) is not None)
+    ]
+    seen = _seen(hosts, states, _remembered(present, _NODES))
     return Nodes(
         (*map(str, single), f"{given[0]}-{given[1]}"),
-        _seen(hosts, states, _remembered(present, _NODES)),
+        {name: sorted({*found, *ranks.addresses.get(name, ())}) for name, found in seen.items()},
         tuple(ssh_ports(states[spec.name])),
     )
 

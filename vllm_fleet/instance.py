@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 import shlex
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 from vllm_fleet import engine, jsontext, paths
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.planned import PlannedInstance
+from vllm_fleet.planned import PlannedInstance, PlannedSpan
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import Device
 
@@ -22,8 +23,11 @@ SCRIPTS = (
     "warmup",
     "bootlog",
     "stop",
+    "span",
+    "ray_nodes",
 )  # in vllm_fleet/gate, put to paths.LIB
 START_LIMIT_BURST = 4
+SPAN_START_LIMIT_BURST = 20  # a rank begins anew with each loss of another one as well
 SHUTDOWN_SECONDS = 30  # from SIGTERM to SIGKILL; stop.py has the same
 JOURNAL_GIB = 4
 SLACK_SECONDS = 30  # by which systemd's limits come after the scripts' own
@@ -140,8 +144,11 @@ def running_checksum(instance: PlannedInstance) -> str:
     kept = vars(instance)
     if "_checksum" not in kept:
         digest = hashlib.sha256()
-        # The gate runs inside the server.
-        for part in (*_texts(instance), _unit(), _source("gate")):
+        # The gate runs inside the server, and of a span ours around it.
+        around = []
+        if instance.span is not None:
+            around = [_source("span"), json.dumps(instance.span.fabric)]
+        for part in (*_texts(instance), _unit(), _source("gate"), *around):
             digest.update(_less_comments(part))
         kept["_checksum"] = digest.hexdigest()
     return str(kept["_checksum"])
@@ -222,6 +229,8 @@ def _environment(instance: PlannedInstance) -> dict[str, str]:
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     elif instance.device == "rocm":
         environment["HIP_VISIBLE_DEVICES"] = cards
+    if instance.span is not None:
+        environment |= _span_environment(instance, instance.span)
     environment |= {
         "HOME": state,
         **{key: f"{_cache(instance)}/{folder}" for key, folder in CACHES.items()},
@@ -242,6 +251,32 @@ def _environment(instance: PlannedInstance) -> dict[str, str]:
     return environment
 
 
+def _span_environment(instance: PlannedInstance, span: PlannedSpan) -> dict[str, str]:
+    """What gate/span.py goes by. The rest of the network is found on the host itself."""
+    settings = span.settings
+    alike = replace(instance, span=replace(span, rank=0), host="", name="", cards=(), port=0)
+    return {
+        "FLEET_SPAN": span.name,
+        "FLEET_RANK": str(span.rank),
+        "FLEET_RANKS": ",".join(
+            f"{host}={address}" for host, address in zip(span.hosts, span.addresses, strict=True)
+        ),
+        "FLEET_WATCH_PORT": str(settings.watch_port),
+        "FLEET_SPAN_PORTS": ",".join(
+            f"{name}={port}" for name, port in settings.ports(span.rank).items()
+        ),
+        "FLEET_SILENT_SECONDS": str(settings.silent_seconds),
+        "FLEET_JOIN_SECONDS": str(settings.join_seconds),
+        "FLEET_EXECUTOR": settings.executor,
+        "FLEET_RAY_PORT": str(settings.ray_port),
+        # Ranks that were deployed with other settings than the others must not meet.
+        "FLEET_SETTINGS": hashlib.sha256(json.dumps(engine.command(alike)).encode()).hexdigest()[
+            :12
+        ],
+        "VLLM_HOST_IP": span.address,
+    }
+
+
 def _cache(instance: PlannedInstance) -> str:
     return f"{paths.STATE}/{instance.name}/cache/{instance.release}"
 
@@ -259,12 +294,18 @@ def _env_file(instance: PlannedInstance, environment: dict[str, str]) -> str:
 
 
 def _script(instance: PlannedInstance) -> str:
+    command = engine.command(instance)
+    if instance.span is not None:
+        if instance.span.settings.executor == "ray":
+            wait = [f"{paths.RELEASES}/{instance.release}/bin/python", f"{paths.LIB}/ray_nodes.py"]
+            command = [[*wait, str(len(instance.span.hosts))], *command]
+        command = [["/usr/bin/python3", "-s", "-E", f"{paths.LIB}/span.py"], *command]
     return render(
         "vllm/instance.sh.j2",
         mark=paths.MARK,
         name=instance.name,
         directories=" ".join(f'"${key}"' for key in CACHES),
-        command=engine.shell(engine.command(instance)),
+        command=engine.shell(command),
     )
 
 
@@ -277,12 +318,17 @@ def _drop_in(instance: PlannedInstance) -> str:
         port=instance.port,
         weights=_unit_path(instance.weights),
         start_limit_seconds=max(600, instance.start_seconds),
-        start_limit_burst=START_LIMIT_BURST,
+        start_limit_burst=START_LIMIT_BURST if instance.span is None else SPAN_START_LIMIT_BURST,
         start_seconds=instance.start_seconds,
         drain_seconds=instance.drain_seconds,
-        timeout_start_seconds=instance.start_seconds + SLACK_SECONDS,
+        # A rank of a span waits for the others as long as it takes, with nothing loaded.
+        timeout_start="infinity"
+        if instance.span is not None
+        else str(instance.start_seconds + SLACK_SECONDS),
         timeout_stop_seconds=instance.drain_seconds + SHUTDOWN_SECONDS + SLACK_SECONDS,
         rocm=instance.device == "rocm",
+        span=instance.span is not None,
+        etc=paths.ETC,
     )
 
 

@@ -56,6 +56,7 @@ class Wanted:
     python: str = "3.12"
     platform: str = "x86_64"
     exclude: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()  # further requirements, each with its version
     index: PackageIndex = field(default_factory=PackageIndex)
 
     @property
@@ -147,7 +148,8 @@ def make(wanted: Wanted, as_of: str | None, uv: str) -> Lock:
 
 
 def _head(wanted: Wanted, said: str) -> str:
-    left_out = f", without {', '.join(wanted.exclude)}" if wanted.exclude else ""
+    left_out = f", with {', '.join(wanted.extra)}" if wanted.extra else ""
+    left_out += f", without {', '.join(wanted.exclude)}" if wanted.exclude else ""
     return (
         f"# {wanted.requirement} for Python {wanted.python} on {wanted.platform}{left_out}, "
         f"as of {said}.\n"
@@ -411,7 +413,7 @@ def _uv(
             done = subprocess.run(
                 argv,
                 env=env,
-                input=f"{wanted.requirement}\n",
+                input="".join(f"{one}\n" for one in (wanted.requirement, *wanted.extra)),
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -472,7 +474,7 @@ def _one_build(text: str, wanted: Wanted, files: Sequence[File]) -> str:
 def _check(text: str, wanted: Wanted, places: Places) -> None:
     """Refuse a lock that is not of the build that was asked for."""
     try:
-        release.check_lock(text, wanted.version, wanted.package)
+        release.check_lock(text, wanted.version, wanted.package, wanted.extra)
         pins = {pin.name: pin for pin in release.parse_lock(text)}
     except release.LockError as error:
         raise LockingError(f"uv made a lock that cannot be used: {error}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_fleet.causes.table import parse_version
+from vllm_fleet.engine import SPAN_OPTIONS
 from vllm_fleet.spec.model import Instance, Model
 
 # Before, vLLM leaves these defaults out without a word: get_diff_sampling_param in
@@ -64,4 +65,10 @@ def setting_options(name: str, model: Model) -> dict[str, tuple[str, object]]:
 def given_options(name: str, model: Model, instance: Instance) -> Mapping[str, object]:
     """All that the operator gives an instance: settings of its model, then `vllm_args` of both."""
     settings = {option: value for option, (_, value) in setting_options(name, model).items()}
-    return {**settings, **model.vllm_args, **instance.vllm_args}
+    written = {
+        option: value
+        for option, value in model.vllm_args.items()
+        # How a span is split is its own affair; the model's other instances go by these.
+        if instance.span is None or option.replace("_", "-") not in SPAN_OPTIONS
+    }
+    return {**settings, **written, **instance.vllm_args}

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_fleet import placement
+from vllm_fleet import placement, spans
 from vllm_fleet.cards import Groups
 from vllm_fleet.gate import bootlog
 from vllm_fleet.plan import HostPlan, Refusal, plan_fleet
 from vllm_fleet.spec.inputs import Inputs, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.spec.model import CARDS_OF_KIND, Fleet, HostSpec, Instance, Rank
+from vllm_fleet.spec.spans import degrees
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView, Sized, lines_of, survey
 
@@ -52,6 +53,7 @@ def overview(
     return {
         "ok": not refusals,
         "hosts": hosts,
+        "spans": _spans(fleet, states),
         "placement": {
             "path": inputs.placement.path,
             "new": [
@@ -95,6 +97,43 @@ def _host(spec: HostSpec, view: HostView | None, plan: HostPlan | None, failure:
         "card_groups": [group for groups in found for group in _groups(groups)],
         "left_out": [{"gpu": o.gpu, "why": o.why} for groups in found for o in groups.left_out],
         "instances": [_instance(view, one) for one in spec.instances],
+    }
+
+
+def _spans(fleet: Fleet, states: Mapping[str, HostState]) -> list[Data]:
+    """Servers over several hosts: what is where, and how the hosts are linked."""
+    found = []
+    for spec in fleet.hosts:
+        for one in spec.instances:
+            if not isinstance(one, Rank) or one.rank or one.span is None:
+                continue
+            found.append(
+                {
+                    "name": one.of,
+                    "model": one.model,
+                    "executor": one.span.executor,
+                    "hosts": [vars(link) for link in spans.links(fleet, states, one)],
+                    "answers": "/".join(spans.first_of(one)),
+                    **_split(one),
+                }
+            )
+    return found
+
+
+def _split(one: Rank) -> Data:
+    """How its cards share the model; nothing where their number does not come out."""
+    span = one.span
+    assert span is not None
+    kind = CARDS_OF_KIND.match(one.cards) if isinstance(one.cards, str) else None
+    try:
+        cards = int(kind["count"]) if kind else len(one.cards)
+        tensor, stages = degrees(span, len(one.hosts), cards)
+    except ValueError:
+        return {}
+    return {
+        "tensor_parallel": tensor,
+        "pipeline_parallel": stages,
+        "data_parallel": span.data_parallel,
     }
 
 
@@ -155,9 +194,14 @@ def _bars(view: HostView, one: Instance, sized: Sized) -> list[Data]:
         return []
     cards = view.cards.get(one.name, ())
     ranks = sized.sizing.ranks
-    each = max(len(cards) // max(len(ranks), 1), 1)
+    each, first = max(len(cards) // max(len(ranks), 1), 1), 0
+    if isinstance(one, Rank) and one.span is not None:
+        # The stages of a copy are over its hosts, in their order.
+        hosts = max(len(one.hosts) // one.span.data_parallel, 1)
+        each = max(len(cards) * hosts // max(len(ranks), 1), 1)
+        first = one.rank % hosts * len(cards)
     bars = []
-    for place, card in enumerate(cards):
+    for place, card in enumerate(cards, first):
         rank = ranks[min(place // each, len(ranks) - 1)] if ranks else sized.sizing
         parts = {
             "weights": rank.weights_gib,

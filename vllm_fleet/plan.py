@@ -33,6 +33,7 @@ from vllm_fleet import (
     pruning,
     release,
     room,
+    spans,
     spares,
     watch,
     weights,
@@ -48,7 +49,7 @@ from vllm_fleet.planned import PlannedInstance, Pool
 from vllm_fleet.rollout.policy import Version
 from vllm_fleet.rollout.state import Refused, record_of, refusal_of, refusals
 from vllm_fleet.spec.inputs import Inputs, lock_path, version_of
-from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, Grafana, HostSpec, Instance, Rank, rank_name
 from vllm_fleet.state import HostState
 from vllm_fleet.survey import HostView, Sized, lines_of, survey
 
@@ -201,6 +202,7 @@ class HostPlan:
     # them at once; else they go in place while the instance is stopped, by the rollout.
     instance_files: Mapping[str, tuple[ManagedFile, ...]] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    rolled: frozenset[str] = frozenset()  # ranks of spans that only a rollout may start
     bundle: BundleTake | None = None
     apt_list: str = ""  # sha256 of the bundle's list of Debian packages
     bundle_services: tuple[Service, ...] = ()
@@ -292,7 +294,10 @@ class HostPlan:
         )
 
     def to_start(self) -> tuple[PlannedInstance, ...]:
-        """Instances that do not run: nobody is served by them, so they start at once."""
+        """Instances that do not run: nobody is served by them, so they start at once.
+
+        Ranks of a span that has some with other settings are replaced together instead.
+        """
         return tuple(
             i
             for i in self.instances
@@ -301,6 +306,7 @@ class HostPlan:
                 or not self.state.enabled(i.unit)
             )
             and (i.name not in self.kept or self.kept[i.name].startable)
+            and i.name not in self.rolled
             and i.name not in self.state.adopted  # the rollout's business
         )
 
@@ -376,7 +382,8 @@ def pools_of(instances: Mapping[str, tuple[PlannedInstance, ...]]) -> tuple[Pool
     found: dict[str, list[PlannedInstance]] = {}
     for host_instances in instances.values():
         for instance in host_instances:
-            found.setdefault(instance.model_name, []).append(instance)
+            if instance.answers:
+                found.setdefault(instance.model_name, []).append(instance)
     return tuple(
         Pool(name, members[0].model.aliases, members[0].model, tuple(members))
         for name, members in found.items()
@@ -434,19 +441,22 @@ def plans_of(
     for spec in fleet.hosts:
         with _refusing(spec, reasons):
             wanted[spec.name] = tuple(
-                _instance(spec, one, views.get(spec.name), inputs) for one in spec.instances
+                _instance(fleet, spec, one, views, inputs) for one in spec.instances
             )
             kept[spec.name] = {
                 one.name: why
                 for one in wanted[spec.name]
                 if spec.name in states and (why := _kept(one, states[spec.name], known))
             }
+    for spec in fleet.hosts if not reasons else ():
+        with _refusing(spec, reasons):
             instances[spec.name] = tuple(
                 _as_it_runs(one, kept[spec.name].get(one.name), states.get(spec.name))
                 for one in wanted[spec.name]
             )
     if reasons:
         return {}, reasons
+    _keep_together(instances, kept, states)
     pools, sharers = pools_of(instances), firewall.sharers(fleet)
     plans: dict[str, HostPlan] = {}
     for spec in fleet.hosts:
@@ -463,7 +473,8 @@ def plans_of(
                     sharers,
                     inputs,
                 )
-    return {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}, reasons
+    plans = {name: _with_bundle(plan, fleet, plans, inputs) for name, plan in plans.items()}
+    return _rolled(plans), reasons
 
 
 def _unlisted(plan: HostPlan) -> list[str]:
@@ -505,8 +516,9 @@ def _release(spec: HostSpec, version: str, inputs: Inputs) -> ReleaseBuild:
 
 
 def _instance(
-    spec: HostSpec, one: Instance, view: HostView | None, inputs: Inputs
+    fleet: Fleet, spec: HostSpec, one: Instance, views: Mapping[str, HostView], inputs: Inputs
 ) -> PlannedInstance:
+    view = views.get(spec.name)
     settings, model = spec.settings, spec.settings.models[one.model]
     version = version_of(spec, one)
     wanted = _release(spec, version, inputs).id
@@ -515,6 +527,11 @@ def _instance(
         cards = view.cards.get(one.name, cards)
     known = view.seen.by_index if view else {}
     sized = view.sized.get(one.name, Sized()) if view else Sized()
+    # Every rank of a span computes with the settings that were chosen for all of them.
+    chosen = sized.args
+    if isinstance(one, Rank):
+        first = views.get(one.hosts[0])
+        chosen = first.sized.get(rank_name(one.of, 0), Sized()).args if first else {}
     return PlannedInstance(
         host=spec.name,
         address=spec.address,
@@ -528,11 +545,14 @@ def _instance(
         release=wanted,
         vllm_version=version,
         weights=weights.wanted(one.model, model).directory,
-        args={**sized.args, **given_options(one.model, model, one)},
+        args={**chosen, **given_options(one.model, model, one)},
         env={**model.env, **one.env},
         start_seconds=settings.start_seconds,
         drain_seconds=settings.drain_seconds,
         expected=sized.expected if sized.applied else {},
+        span=spans.planned(
+            fleet, one, len(cards), view.state.texts.get(fabric.FILE) if view else None
+        ),
     )
 
 
@@ -566,6 +586,45 @@ def _kept(one: PlannedInstance, state: HostState, known: Sequence[Refused]) -> K
     return Kept(
         runs, f"{what} {runs}, group_vars want {one.release}: staged; `upgrade.py` moves it", True
     )
+
+
+def _keep_together(
+    instances: Mapping[str, tuple[PlannedInstance, ...]],
+    kept: Mapping[str, dict[str, Kept]],
+    states: Mapping[str, HostState],
+) -> None:
+    """Leave ranks alone that would not meet: a host is missing, or has another release."""
+    why = {
+        **spans.unlike(instances, states),
+        **spans.differing(instances),
+        **spans.apart(instances, states),
+    }
+    for host, own in instances.items():
+        for one in own:
+            if host in states and (host, one.name) in why:
+                kept[host][one.name] = Kept(one.release, why[host, one.name], startable=False)
+
+
+def _rolled(plans: Mapping[str, HostPlan]) -> dict[str, HostPlan]:
+    """The same, with the ranks that must not be started one by one: some have old settings."""
+    moving = {
+        one.span.name
+        for plan in plans.values()
+        for one in plan.instances
+        if one.span is not None
+        and one.name not in plan.kept
+        and plan.state.active(one.unit)
+        and _running(plan.state, one.name) != plan.checksums[one.name]
+    }
+    return {
+        name: replace(
+            plan,
+            rolled=frozenset(
+                one.name for one in plan.instances if one.span and one.span.name in moving
+            ),
+        )
+        for name, plan in plans.items()
+    }
 
 
 def _as_it_runs(
@@ -685,11 +744,13 @@ def _host_plan(
             releases[build.id] = build
             same = [i for i in wanted if i.model_name == one.model_name]
             fetches[one.model_name] = _fetch(spec, same, state, inputs)
+        notices += spans.link_notices(fleet, states, spec.name)
         present = state.texts.get(firewall.FILE)
         givers = sharers.get(settings.fanout.port, [])
         sharing = givers if spec.address in givers else []
-        nodes = firewall.nodes(fleet, spec, states, present)
+        nodes = firewall.nodes(fleet, spec, states, present, spans.ranks_of(fleet, spec.name))
         if closed := firewall.files(spec, firewall.peers(fleet, states, present), sharing, nodes):
+            notices += spans.closed_to_others(fleet, state, spec.name, nodes)
             files += closed
             packages |= set(firewall.PACKAGES)
             # Each is replaced in one step, without a moment in which the ports are open.
@@ -711,7 +772,7 @@ def _host_plan(
             monitoring_services.append(_service(f"{watch.GPU_EXPORTER}.service", restarts=exporter))
     if probing := watch.probe_files(
         spec,
-        instances,
+        [one for one in instances if one.answers],
         [monitoring.address(h.address, monitoring.GATEWAY_PORT) for h in fleet.group("gateway")],
     ):
         files += probing

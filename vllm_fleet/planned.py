@@ -4,7 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_fleet.spec.model import Device, Model
+from vllm_fleet.spec.model import Device, Model, Span
+
+
+@dataclass(frozen=True)
+class PlannedSpan:
+    """One server over several hosts, and which part of it an instance is."""
+
+    name: str
+    rank: int
+    hosts: tuple[str, ...]  # by rank
+    addresses: tuple[str, ...]  # at which the ranks reach each other
+    settings: Span
+    tensor_parallel: int
+    pipeline_parallel: int
+    # What nccl.py has tested and put on the host, which its start reads: another one is a change.
+    fabric: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def address(self) -> str:
+        """Of this rank."""
+        return self.addresses[self.rank]
 
 
 @dataclass(frozen=True)
@@ -30,11 +50,17 @@ class PlannedInstance:
     # Memory that sizing expects, per card: weights_gib, kv_cache_gib, kv_cache_tokens,
     # max_concurrency; empty where it was not sized, or not with these options.
     expected: dict[str, float] = field(default_factory=dict)
+    span: PlannedSpan | None = None  # of which it is one rank
 
     @property
     def unit(self) -> str:
         """Name of its systemd unit."""
         return f"vllm@{self.name}.service"
+
+    @property
+    def answers(self) -> bool:
+        """Whether it takes requests: of a span rank 0 does, for all of them."""
+        return self.span is None or self.span.rank == 0
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,24 @@ def release_id(
     lock_text: str | None,
     exclude: Iterable[str] = (),
     build: str = "",
+    extra: Iterable[str] = (),
 ) -> str:
     """Id of the release that this version, package and lock make.
 
     ``exclude`` names dependencies left out of it: they are taken out of the lock before it is
     hashed, since a release without them is another release. ``build``: local part of the
-    version (cu129), where no lock tells it.
+    version (cu129), where no lock tells it. ``extra``: further packages, told by a lock as well.
     """
     kind = variant(package) or (build if lock_text is None else _build(lock_text, package))
-    tail = "open" if lock_text is None else lock_sha256(without(lock_text, exclude))[:8]
+    tail = "open" + "".join(f"-{one.replace('==', '')}" for one in _plain(extra))
+    if lock_text is not None:
+        tail = lock_sha256(without(lock_text, exclude))[:8]
     return f"{version}{'+' + kind if kind else ''}-{tail}"
+
+
+def _plain(extra: Iterable[str]) -> list[str]:
+    """Packages without the parts of them that are asked for, as a name of a directory bears it."""
+    return sorted(re.sub(r"\[.*?\]|!", "", one) for one in extra)
 
 
 @_once
@@ -129,8 +137,11 @@ def parse_lock(lock_text: str) -> tuple[Pin, ...]:
 
 
 @_once
-def check_lock(lock_text: str, version: str, package: str) -> None:
-    """Raise LockError unless the lock can be installed and is of this version of vLLM."""
+def check_lock(lock_text: str, version: str, package: str, extra: tuple[str, ...] = ()) -> None:
+    """Raise LockError unless the lock can be installed and is of this version of vLLM.
+
+    ``extra``: further packages with their versions, which it must hold too.
+    """
     pins = {pin.name: pin for pin in parse_lock(lock_text)}
     pin = pins.get(normalise(package))
     if pin is None:
@@ -140,6 +151,15 @@ def check_lock(lock_text: str, version: str, package: str) -> None:
             f"line {pin.line}: pins {package} {pin.version}, wanted is {version}; make a lock for "
             f"{version}, or correct vllm_version"
         )
+
+    for one in extra:
+        name, _, exact = one.partition("==")
+        held = pins.get(normalise(name.partition("[")[0]))
+        if held is None or held.version.partition("+")[0] != exact.partition("+")[0]:
+            found = f"pins {held.name} {held.version}" if held else f"does not name {name}"
+            raise LockError(
+                f"{found}, vllm_extra wants {one}: make the lock again (fleet lock {version})"
+            )
 
 
 def without(lock_text: str, names: Iterable[str]) -> str:
@@ -170,7 +190,7 @@ def order(settings: HostSettings, version: str, lock_text: str | None) -> dict[s
     """
     build = variants.local(version, settings.vllm_variant)
     if lock_text is not None:
-        check_lock(lock_text, version, settings.vllm_package)
+        check_lock(lock_text, version, settings.vllm_package, settings.vllm_extra)
         locked = _build(lock_text, settings.vllm_package)
         if settings.vllm_variant and settings.vllm_package == "vllm" and locked != build:
             raise LockError(
@@ -180,7 +200,9 @@ def order(settings: HostSettings, version: str, lock_text: str | None) -> dict[s
             )
         lock_text = without(lock_text, settings.vllm_exclude)
     return {
-        "id": release_id(version, settings.vllm_package, lock_text, build=build),
+        "id": release_id(
+            version, settings.vllm_package, lock_text, build=build, extra=settings.vllm_extra
+        ),
         "version": version,
         "requirement": variants.requirement(version, settings.vllm_package, settings.vllm_variant),
         "variant_indexes": list(
@@ -191,6 +213,7 @@ def order(settings: HostSettings, version: str, lock_text: str | None) -> dict[s
         "package": settings.vllm_package,
         "device": settings.device,
         "exclude": list(settings.vllm_exclude),
+        "extra": list(settings.vllm_extra),
         "python": settings.python,
         "python_archive": archive_order(settings),
         "lock": lock_text,

@@ -9,7 +9,7 @@ from vllm_fleet.rollout.lock import STALE_SECONDS, lock_host
 from vllm_fleet.rollout.state import record_of
 from vllm_fleet.spares import is_spare, name_of
 from vllm_fleet.spec.inputs import version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Rank
 from vllm_fleet.state import HostState
 
 Json = dict[str, Any]
@@ -79,6 +79,8 @@ def _instance(spec: HostSpec, one: Instance, state: HostState | None) -> Json:
         "wanted_version": wanted,
         "cut_off": "",
         "last_good": "",
+        "span": one.of if isinstance(one, Rank) else "",
+        "rank": one.rank if isinstance(one, Rank) else 0,
     }
     if state is None:
         return found
@@ -102,8 +104,9 @@ def _pools(instances: list[Json]) -> list[Json]:
     for one in instances:
         empty = {"name": one["pool"], "instances": 0, "ready": 0, "releases": {}}
         pool = found.setdefault(one["pool"], empty)
-        pool["instances"] += 1
-        pool["ready"] += one["state"] == "ready"
+        if not one["rank"]:  # of a span rank 0 answers, for all of them
+            pool["instances"] += 1
+            pool["ready"] += one["state"] == "ready"
         if one["release"]:
             pool["releases"].setdefault(one["release"], []).append(one["id"])
     return [{**pool, "mixed": len(pool["releases"]) > 1} for pool in found.values()]

@@ -34,7 +34,8 @@ from vllm_fleet.sizing import (
 )
 from vllm_fleet.spec.engine_options import architecture_problem
 from vllm_fleet.spec.inputs import Inputs, config_path, version_of
-from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model, Task
+from vllm_fleet.spec.model import Fleet, HostSpec, Instance, Model, Rank, Task
+from vllm_fleet.spec.spans import degrees
 from vllm_fleet.state import HostState
 
 # Links in the words of sizing.choose, by those of nvidia-smi.
@@ -201,20 +202,31 @@ def fit(
             why_not="its config.json is not known here: `fleet plan --fetch-configs` fetches it "
             f"as {config_path(one.model, model)}"
         )
+    given, count = dict(given_options(one.model, model, one)), len(cards)
+    if isinstance(one, Rank) and one.span is not None:
+        # One server on the like cards of all its hosts.
+        try:
+            tensor, stages = degrees(one.span, len(one.hosts), count)
+        except ValueError as error:
+            return Sized(source, why_not=str(error), reasons=(str(error),))
+        given["tensor-parallel-size"], given["pipeline-parallel-size"] = tensor, stages
+        if one.span.data_parallel > 1:
+            given["data-parallel-size"] = one.span.data_parallel
+        count *= len(one.hosts)
     sized = _fit(
         json.dumps(config),
         source,
         source == config_path(one.model, model),
         cards[0].name,
         min((c.memory_mib or 0) for c in cards),
-        len(cards),
+        count,
         link,
         version,
         model.max_model_len,
         Traffic(**model.traffic.model_dump()),
         model.repo,
         model.task,
-        json.dumps(given_options(one.model, model, one)),
+        json.dumps(given),
     )
     if sized.sizing is None or not model.adapters:
         return sized

@@ -75,7 +75,6 @@ class Nodes(Namespaces):
         self.said.clear()
         values: dict[str, Any] = {
             "port": PORT,
-            "more_ports": (),
             "backend": "gloo",
             "layer": None,
             "floor": None,

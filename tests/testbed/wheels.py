@@ -55,12 +55,16 @@ def lock_for(python: tuple[int, int], folder: Path, say: Callable[[str], None]) 
 
 
 def resolve(
-    python: tuple[int, int], lock: Path, scratch: Path, version: str = VLLM_VERSION
+    python: tuple[int, int],
+    lock: Path,
+    scratch: Path,
+    version: str = VLLM_VERSION,
+    extra: Sequence[str] = (),
 ) -> None:
     """Write the lock of the engine for a Python version, with hashes and no addresses."""
     uv = _uv(scratch)
     wanted = scratch / "in.txt"
-    wanted.write_text(f"{VLLM_PACKAGE}=={version}\n")
+    wanted.write_text("".join(f"{one}\n" for one in (f"{VLLM_PACKAGE}=={version}", *extra)))
     excludes = scratch / "excludes.txt"
     excludes.write_text("\n".join(EXCLUDED) + "\n")
     argv = [uv, "pip", "compile", str(wanted), "--excludes", str(excludes), "--generate-hashes"]

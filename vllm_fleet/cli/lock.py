@@ -153,6 +153,7 @@ def _tasks(
             python=python or _python(settings),
             platform=platform,
             exclude=settings.vllm_exclude,
+            extra=settings.vllm_extra,
             index=settings.package_index,
         )
         pattern, advice = settings.vllm_lock, ""
@@ -167,8 +168,8 @@ def _tasks(
         if known is not None and known.wanted != wanted:
             raise locking.LockingError(
                 f"{path}: {known.hosts[0]} and {host} use this file and differ in what it is made "
-                "for (vllm_package, vllm_variant, vllm_exclude, python or package_index): give "
-                "them another vllm_lock each"
+                "for (vllm_package, vllm_variant, vllm_exclude, vllm_extra, python or "
+                "package_index): give them another vllm_lock each"
             )
         hosts = (*known.hosts, host) if known else (host,) if host else ()
         found[path] = Task(path, wanted, hosts, advice)

@@ -121,6 +121,7 @@ def show(data: dict[str, Any], every: bool = False) -> None:
     _exam(data, every, table, console)
     _card_groups(data, table, console)
     _instances(data, table, console)
+    _spans(data, table, console)
     _memory(data, console)
     _settings(data, table, console)
     _changes(data, table, console)
@@ -211,6 +212,31 @@ def _instances(data: dict[str, Any], table: Any, console: Any) -> None:
             _plain(cards + (" (chosen now)" if one.get("chosen_now") else "")),
             str(one["port"]),
             now,
+        )
+    console.print(found)
+
+
+def _spans(data: dict[str, Any], table: Any, console: Any) -> None:
+    if not data["spans"]:
+        return
+    found = table("Servers over several hosts", "span", "model", "split", "by", "hosts")
+    for one in data["spans"]:
+        split = "".join(
+            f"{short} {one[key]} "
+            for short, key in (
+                ("TP", "tensor_parallel"),
+                ("PP", "pipeline_parallel"),
+                ("DP", "data_parallel"),
+            )
+            if one.get(key)
+        )
+        hosts = []
+        for link in one["hosts"]:
+            speed = f" {link['speed_mbit'] // 1000}G" if link["speed_mbit"] else ""
+            by = f" {link['interface']}{speed}" if link["interface"] else ""
+            hosts.append(f"{link['host']} {link['address']}{by}")
+        found.add_row(
+            one["name"], one["model"], split.strip(), one["executor"], _plain("; ".join(hosts))
         )
     console.print(found)
 

@@ -33,7 +33,16 @@ KV_DTYPES = (
 @click.option(
     "--count", type=click.IntRange(1), default=1, show_default=True, help="Cards of the server."
 )
-@click.option("--tp", type=click.IntRange(1), help="Tensor parallel size. Default: all cards.")
+@click.option(
+    "--hosts",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Hosts of one server, with --count cards each: TP inside a host and PP across.",
+)
+@click.option(
+    "--tp", type=click.IntRange(1), help="Tensor parallel size. Default: all cards of a host."
+)
 @click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size. Default: the rest.")
 @click.option("--dcp", type=click.IntRange(1), default=1, help="Decode context parallel size.")
 @click.option("--expert-parallel", is_flag=True, help="Divide whole experts over the cards.")
@@ -66,6 +75,7 @@ def size(
     model: str,
     gpu: str,
     count: int,
+    hosts: int,
     tp: int | None,
     pp: int | None,
     dcp: int,
@@ -91,16 +101,18 @@ def size(
     CONFIG_OR_DIR is a config.json or a directory with weights. Exit 1 where it does not fit or
     cannot be sized.
     """
+    world = count * hosts
+    cards = f"--count {count}" + (f" x --hosts {hosts}" if hosts > 1 else "")
     if tp is None:
-        if pp is not None and count % pp:
-            raise click.UsageError(f"--pp {pp} does not divide --count {count}.")
-        tp = count // (pp or 1)
+        if pp is not None and world % pp:
+            raise click.UsageError(f"--pp {pp} does not divide {cards}.")
+        tp = world // pp if pp else count
     if pp is None:
-        if count % tp:
-            raise click.UsageError(f"--tp {tp} does not divide --count {count}.")
-        pp = count // tp
-    if tp * pp != count:
-        raise click.UsageError(f"--tp {tp} x --pp {pp} is not --count {count}.")
+        if world % tp:
+            raise click.UsageError(f"--tp {tp} does not divide {cards}.")
+        pp = world // tp
+    if tp * pp != world:
+        raise click.UsageError(f"--tp {tp} x --pp {pp} is not {cards}.")
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise click.UsageError("--gpu-memory-utilization is a share above 0 up to 1.")
     try:
@@ -143,7 +155,7 @@ def size(
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     else:
-        click.echo(table(found, count))
+        click.echo(table(found, count, hosts))
         for warning in found.warnings:
             click.echo(f"warning: {warning}", err=True)
         if found.reason:
@@ -151,14 +163,15 @@ def size(
     raise SystemExit(0 if found.fits else 1)
 
 
-def table(found: Sizing, count: int) -> str:
+def table(found: Sizing, count: int, hosts: int = 1) -> str:
     """The figures for people, plain text."""
     settings = found.settings
     tokens = found.spread["kv_cache_tokens"]
     rows = [
         (
             "cards",
-            f"{count} x {settings['gpu']}, {settings['gpu_gib']:.2f} GiB as torch sees it; "
+            (f"{hosts} hosts with " if hosts > 1 else "")
+            + f"{count} x {settings['gpu']}, {settings['gpu_gib']:.2f} GiB as torch sees it; "
             f"TP {settings['tensor_parallel_size']}, "
             f"PP {settings['pipeline_parallel_size']}",
         ),

@@ -118,7 +118,6 @@ def _prepared(plans: Mapping[str, HostPlan]) -> Prepared:
     layers = [choice.layer for choice in choices.values()]
     trial = Trial(
         port=settings.port,
-        more_ports=(),
         backend="nccl" if cuda else "gloo",
         layer=layers[0] if layers else None,
         floor=floor_of(settings.floor_gbyte, [c.gbit for c in choices.values()], nccl=cuda),

@@ -12,7 +12,7 @@ from pyinfra.api import Host, State
 from pyinfra.api.exceptions import DeployError, NestedOperationError
 from pyinfra.context import ctx_config, ctx_host
 
-from vllm_fleet import engine, spares
+from vllm_fleet import engine, spans, spares
 from vllm_fleet.deploys.fleet import (
     asked,
     begun_once,
@@ -34,8 +34,8 @@ from vllm_fleet.rollout.lock import Holder, Lock, Locked, lock_host, operator, u
 from vllm_fleet.rollout.maintain import DO, Care, Do, Member
 from vllm_fleet.rollout.policy import Rollout, Standing, Version, plan_rollout
 from vllm_fleet.rollout.roll import Roll, Target
-from vllm_fleet.rollout.state import goes_back, record_of, refusals, standing
-from vllm_fleet.spec.model import Fleet
+from vllm_fleet.rollout.state import goes_back, record_of, refusals, standing, together
+from vllm_fleet.spec.model import Fleet, Instance, Rank
 from vllm_fleet.spec.model import Rollout as Settings
 from vllm_fleet.state import HostState
 
@@ -136,6 +136,7 @@ def _cared_for() -> dict[str, list[Member]]:
                 tools=False,
                 start_seconds=spec.settings.start_seconds,
                 drain_seconds=spec.settings.drain_seconds,
+                at="/".join(spans.first_of(one)) if isinstance(one, Rank) else "",
             )
             for one in spec.instances
         ]
@@ -361,7 +362,9 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
         plan = plans.get(spec.name)
         if plan is None:
             # It takes no part: it counts in its pool, and its gateway knows whether it serves.
-            standings += [_unseen(spec.name, one.name, one.model) for one in spec.instances]
+            standings += [
+                _of_span(_unseen(spec.name, one.name, one.model), one) for one in spec.instances
+            ]
             continue
         for planned in plan.wanted:
             if spares.is_spare(planned.name):
@@ -369,8 +372,10 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
             version = Version(planned.release, plan.checksums[planned.name])
             one = standing(
                 *(plan.state, spec.name, planned.name, planned.model_name, version, known),
-                spare=plan.spares.get(planned.name, ()),
+                spare=plan.spares.get(planned.name, ()) if planned.span is None else (),
             )
+            if planned.span is not None:
+                one = replace(one, span=planned.span.name, rank=planned.span.rank)
             if planned.name in plan.state.adopted:
                 one = replace(one, runs=None, serving=True, adopts=True)
             standings.append(one)
@@ -379,11 +384,13 @@ def _prepare(mode: Mode, *, again: bool = False) -> Prepared:
         # What does not run is started before the rollout, or is not to be started at all.
         standings = [
             replace(_settled(one), serving=not again)
-            if one.runs is None and not one.adopts
+            if one.runs is None and not one.adopts and not _rolled(one, plans)
             else one
             for one in standings
         ]
     settings = _settings(fleet)
+    free = [name for name, (plan, _) in wanted.items() if not plan.state.held]
+    standings = together(standings, free)
     rollout = plan_rollout(standings, settings, _hold(fleet), releases=mode == "upgrade")
     targets = {
         one.id: _target(one, *wanted[one.id]) for step in rollout.steps for one in step.members
@@ -399,18 +406,19 @@ def _prepare_back(fleet: Fleet, states: Mapping[str, HostState]) -> Prepared:
         for one in spec.instances:
             there = states.get(spec.name)
             if there is None:
-                standings.append(_unseen(spec.name, one.name, one.model))
+                standings.append(_of_span(_unseen(spec.name, one.name, one.model), one))
                 continue
             nothing = Version("", "")
             found = standing(there, spec.name, one.name, one.model, nothing, known)
+            found = _of_span(found, one)
             standings.append(found)
             records[found.id] = record_of(there, one.name)
     seen = [one for one in standings if one.id in records]
     back = {one.id: one for one in goes_back(seen, records)}
     settings = _settings(fleet).model_copy(update={"canaries": 0, "allow_downtime": True})
-    rollout = plan_rollout(
-        [back.get(one.id, _settled(one)) for one in standings], settings, _hold(fleet)
-    )
+    free = [name for name in back if not states[back[name].host].held]
+    standings = together([back.get(one.id, _settled(one)) for one in standings], free)
+    rollout = plan_rollout(standings, settings, _hold(fleet))
     specs = {(spec.name, one.name): (spec, one) for spec in fleet.hosts for one in spec.instances}
     targets = {}
     for step in rollout.steps:
@@ -437,10 +445,31 @@ def _unseen(host: str, name: str, pool: str) -> Standing:
     return Standing(host, name, pool, version, version, serving=True)
 
 
+def _rolled(one: Standing, plans: Mapping[str, HostPlan]) -> bool:
+    """Whether it does not run and is started by the rollout, with the others of its span."""
+    return one.host in plans and one.name in plans[one.host].rolled
+
+
+def _of_span(one: Standing, declared: Instance) -> Standing:
+    """With the span that it is a rank of, where it is one."""
+    if not isinstance(declared, Rank):
+        return one
+    return replace(one, span=declared.of, rank=declared.rank)
+
+
 def _settled(one: Standing) -> Standing:
     """An instance that is left alone."""
     version = one.runs or one.wanted
-    return Standing(one.host, one.name, one.pool, version, version, serving=one.counts)
+    return Standing(
+        one.host,
+        one.name,
+        one.pool,
+        version,
+        version,
+        serving=one.counts,
+        span=one.span,
+        rank=one.rank,
+    )
 
 
 def _settings(fleet: Fleet) -> Settings:
@@ -465,7 +494,8 @@ def _target(one: Standing, plan: HostPlan, planned: PlannedInstance) -> Target:
         tools=engine.has_tools(planned.args),
         start_seconds=planned.start_seconds,
         drain_seconds=planned.drain_seconds,
-        command={"files": files},
+        # Of a span rank 0 has every option that the others have.
+        command={"files": files} if planned.answers else {},
     )
 
 

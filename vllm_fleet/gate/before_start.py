@@ -6,7 +6,8 @@ weights that are not there. Then makes the token of this start and writes down t
 of what is started.
 
 Environment: FLEET_INSTANCE, FLEET_HOST, FLEET_DEVICE, FLEET_CARDS, FLEET_CARD_UUIDS,
-FLEET_PORT, FLEET_RELEASE, FLEET_WEIGHTS, FLEET_RUN, FLEET_STATE, FLEET_USER, FLEET_CHECKSUM.
+FLEET_PORT, FLEET_RELEASE, FLEET_WEIGHTS, FLEET_RUN, FLEET_STATE, FLEET_USER, FLEET_CHECKSUM;
+of a rank of a span FLEET_RANK, and FLEET_SPAN_PORTS (setting=port,... that it listens at).
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         check_paths(env["FLEET_RELEASE"], env["FLEET_WEIGHTS"])
         check_readable(env["FLEET_WEIGHTS"], user)
         check_adapters(json.loads(env.get("FLEET_ADAPTERS", "[]")), user)
-        check_port(int(env["FLEET_PORT"]))
+        if int(env.get("FLEET_RANK") or 0) == 0:
+            check_port(int(env["FLEET_PORT"]))
+        for one in filter(None, env.get("FLEET_SPAN_PORTS", "").split(",")):
+            setting, _, port = one.partition("=")
+            check_port(int(port), setting="span.%s" % setting)
         if device == "cuda":
             check_cards([int(i) for i in env["FLEET_CARDS"].split(",") if i], uuids)
             check_cards_free(uuids)
@@ -76,7 +81,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 def clean(run: str) -> None:
     """Nothing of an earlier start may speak for this one."""
     for name in os.listdir(run):
-        if name in ("ready", "wedged", "token") or name.startswith("in-flight."):
+        ours = ("ready", "wedged", "token", "span.json", "leaving", "drained")
+        if name in ours or name.startswith("in-flight."):
             os.unlink(os.path.join(run, name))
 
 
@@ -139,7 +145,7 @@ def check_readable(weights: str, user: "pwd.struct_passwd") -> None:
         )
 
 
-def check_port(port: int, seconds: float = PORT_SECONDS) -> None:
+def check_port(port: int, seconds: float = PORT_SECONDS, setting: str = "port") -> None:
     """Raises Refused, naming who listens there, where the port is not free in time."""
     deadline = time.monotonic() + seconds
     while True:
@@ -155,8 +161,8 @@ def check_port(port: int, seconds: float = PORT_SECONDS) -> None:
         if time.monotonic() >= deadline:
             holders = [str(process) for process in listeners(port)] or ["a process not visible"]
             raise Refused(
-                "port %d is held by %s; stop it, or give the instance another `port`"
-                % (port, "; ".join(holders))
+                "port %d is held by %s; stop it, or give the instance another `%s`"
+                % (port, "; ".join(holders), setting)
             )
         time.sleep(0.2)
 

@@ -1,7 +1,8 @@
 """ExecStop of an instance: no new request, wait for those in flight, then end the server.
 
-Environment: FLEET_INSTANCE, FLEET_RUN, FLEET_PORT, FLEET_DRAIN_SECONDS, and MAINPID
-while the server lives.
+Environment: FLEET_INSTANCE, FLEET_RUN, FLEET_PORT, FLEET_DRAIN_SECONDS, FLEET_RANK of a span,
+and MAINPID while the server lives. Requests of a span are at its rank 0: another rank has it
+drain before the span ends with this rank.
 Exits 0 also when requests were cut: a stop must go through. It says how many.
 """
 
@@ -28,6 +29,8 @@ def main(env: Mapping[str, str]) -> int:
     """Drain and end one instance; the exit code."""
     name = env["FLEET_INSTANCE"]
     told = 0.0
+    if int(env.get("FLEET_RANK") or 0) > 0:
+        return leave(env)
     if remove_ready(env["FLEET_RUN"]):
         told = TOLD_SECONDS
         say("%s: not ready any more, draining" % name)
@@ -46,6 +49,27 @@ def main(env: Mapping[str, str]) -> int:
         )
     else:
         say("%s: drained in %.1f s" % (name, seconds))
+    end(name, pid)
+    return 0
+
+
+def leave(env: Mapping[str, str]) -> int:
+    """End a rank that answers nobody itself: rank 0 is told first, and drains; the exit code."""
+    name, run = env["FLEET_INSTANCE"], env["FLEET_RUN"]
+    if not env.get("MAINPID", "").isdigit():
+        say("%s: it has ended already" % name)
+        return 0
+    pid = int(env["MAINPID"])
+    with open(os.path.join(run, "leaving"), "w"):
+        say("%s: rank 0 is told, and drains" % name)
+    begun = time.monotonic()
+    deadline = begun + float(env["FLEET_DRAIN_SECONDS"]) + 2 * TOLD_SECONDS
+    while alive(pid) and not os.path.exists(os.path.join(run, "drained")):
+        if time.monotonic() >= deadline:
+            say("%s: rank 0 has not drained within drain_seconds" % name)
+            break
+        time.sleep(POLL_SECONDS)
+    say("%s: drained after %.1f s" % (name, time.monotonic() - begun))
     end(name, pid)
     return 0
 

@@ -6,8 +6,9 @@ client needs them. Never judges what a model says: random or thinking models ans
 or nothing but thoughts. Ends at once when the server does.
 
 Environment: FLEET_INSTANCE, FLEET_MODEL, FLEET_TASK, FLEET_TOOLS, FLEET_PORT, FLEET_RUN,
-FLEET_STATE, FLEET_START_SECONDS, MAINPID, and VLLM_API_KEY where the operator set one.
-Writes FLEET_STATE/warmup.json, then FLEET_RUN/ready. Exits 1 with the request that failed.
+FLEET_STATE, FLEET_START_SECONDS, MAINPID, VLLM_API_KEY where the operator set one, and
+FLEET_RANK of a rank of a span. Writes FLEET_STATE/warmup.json, then FLEET_RUN/ready. Exits 1 with
+the request that failed. A span is warmed through its rank 0; the others wait until that is ready.
 """
 
 from __future__ import annotations
@@ -122,7 +123,11 @@ def main(env: Mapping[str, str]) -> int:
     name = env["FLEET_INSTANCE"]
     pid = int(env["MAINPID"])
     watch_main(pid, name)
+    if env.get("FLEET_RANK"):
+        wait_for_ranks(env["FLEET_RUN"])
     begun = time.monotonic()
+    if int(env.get("FLEET_RANK") or 0) > 0:
+        return wait_for_first(env, begun)
     try:
         with open(os.path.join(env["FLEET_RUN"], "token")) as file:
             token = file.read().strip()
@@ -150,6 +155,37 @@ def main(env: Mapping[str, str]) -> int:
     write(os.path.join(env["FLEET_STATE"], "warmup.json"), json.dumps(report, indent=1))
     write(os.path.join(env["FLEET_RUN"], "ready"), "%d %d" % (pid, time.time()))
     say("%s: ready after %.1f s" % (name, time.monotonic() - begun))
+    return 0
+
+
+def span_state(run: str) -> str:
+    """How far the main process of a rank is, as it says itself; empty before it does."""
+    try:
+        with open(os.path.join(run, "span.json")) as file:
+            return str(json.load(file)["state"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def wait_for_ranks(run: str) -> None:
+    """Wait, for as long as it takes, until all ranks of a span are there and vLLM is started.
+
+    A host that is down may be so for days; nothing is loaded meanwhile.
+    """
+    while span_state(run) in ("", "waiting"):
+        time.sleep(POLL_SECONDS)
+
+
+def wait_for_first(env: Mapping[str, str], begun: float) -> int:
+    """Wait until the whole span is ready; the exit code."""
+    name, ready = env["FLEET_INSTANCE"], os.path.join(env["FLEET_RUN"], "ready")
+    while not os.path.exists(ready):
+        if time.monotonic() - begun > float(env["FLEET_START_SECONDS"]):
+            text = "warmup: %s: FAILED: start_seconds are over, and rank 0 is not ready" % name
+            print(text, file=sys.stderr, flush=True)
+            return 1
+        time.sleep(POLL_SECONDS)
+    say("%s: ready after %.1f s, with its rank 0" % (name, time.monotonic() - begun))
     return 0
 
 

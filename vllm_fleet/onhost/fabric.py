@@ -6,7 +6,7 @@ JSON object from standard input and prints ``result`` and a JSON object as its l
 
     stage     {"run", "text": file or null}   beside its place; nothing that serves reads it
     path      {"interface", "mtu", "peers": [{"name", "address", "mtu"}]}   link and MTU
-    ports     {"address", "port", "more": [port], "peers": [{"name", "address"}], "seconds"}
+    ports     {"name", "address", "port", "peers": [{"name", "address"}], "seconds"}
     rank      {"run", "ranks": [{"rank", "arguments", "environment"}], "python", "source",
                "seconds"}                     processes of the test, to their end
     end       {"run"}                         the processes of it, if they still run
@@ -246,14 +246,14 @@ def answered(link: socket.socket, six: bool, number: int) -> bool:
 
 
 class Listeners:
-    """Ports of this host that answer with what it knows: its clock, and a port by chance."""
+    """Ports of this host, one by chance, that answer with what it knows: its clock, and both."""
 
-    def __init__(self, address: str, ports: List[int]) -> None:
+    def __init__(self, address: str, meeting: int) -> None:
         self.seen: Dict[str, int] = {}  # connections by who made them
         self.taken: Dict[int, str] = {}
         self._sockets: List[socket.socket] = []
-        self._told: Json = {"more": []}
-        for port in [*ports, 0]:
+        self._told: Json = {"ports": []}
+        for port in (meeting, 0):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             server = socket.socket(family, socket.SOCK_STREAM)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -266,7 +266,7 @@ class Listeners:
                 continue
             server.listen(128)
             self._sockets.append(server)
-            self._told["more"].append(server.getsockname()[1])
+            self._told["ports"].append(server.getsockname()[1])
         for server in self._sockets:  # only now: the first answer tells of all ports
             threading.Thread(target=self._serve, args=(server,), daemon=True).start()
 
@@ -296,24 +296,23 @@ def ports(order: Json) -> Json:
     Peers begin a moment earlier or later: what is refused is tried again until the time is over.
     """
     deadline = time.monotonic() + float(order["seconds"])
-    fixed = [int(order["port"]), *map(int, order["more"])]
-    listeners = Listeners(order["address"], fixed)
+    meeting = int(order["port"])
+    listeners = Listeners(order["address"], meeting)
     found: Dict[str, Json] = {}
     me = order["name"]
 
     def look(peer: Json) -> None:
         problems: Dict[str, str] = {}
         clock: Optional[Tuple[float, float]] = None
-        wanted = list(fixed)
-        for number, port in enumerate(wanted):
+        wanted = [meeting]
+        for port in wanted:
             why, told = reach(order["address"], peer["address"], port, me, deadline)
             if why:
                 problems[str(port)] = why
                 continue
             clock = min((told["clock"], clock or told["clock"]), key=lambda one: one[0])
             # Ports by chance are what the ranks of an engine listen on.
-            if number == 0:
-                wanted += [p for p in told["more"] if p not in fixed][:2]
+            wanted += [p for p in told["ports"] if p not in wanted]
         found[peer["name"]] = {"problems": problems, "clock": clock}
 
     threads = [threading.Thread(target=look, args=(p,), daemon=True) for p in order["peers"]]
@@ -324,7 +323,8 @@ def ports(order: Json) -> Json:
     # Those who have not come yet are waited for: without us they would find nobody.
     names = {peer["name"] for peer in order["peers"]}
     while time.monotonic() < deadline and not all(
-        listeners.seen.get(name, 0) > len(fixed) for name in names
+        listeners.seen.get(name, 0) > 1
+        for name in names  # at both ports
     ):
         time.sleep(0.1)
     listeners.close()
@@ -354,7 +354,7 @@ def reach(own: str, address: str, port: int, me: str, deadline: float) -> Tuple[
             told = json.loads(text.decode())
             # (seconds that it may be wrong by, seconds that the peer is ahead)
             clock = (round((ended - began) / 2, 4), round(told["now"] - (began + ended) / 2, 4))
-            return "", {"clock": clock, "more": told["more"]}
+            return "", {"clock": clock, "ports": told["ports"]}
         except socket.timeout:
             pass  # a refusal that was told before says more: the kernel tells only some of them
         except (OSError, ValueError) as error:

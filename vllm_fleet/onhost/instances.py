@@ -16,6 +16,7 @@ import time
 from typing import Any, Dict, List, Optional, Tuple
 
 STATE = "/var/lib/vllm"
+RUN = "/run/vllm"
 POLL_SECONDS = 0.5
 SAY_SECONDS = 10
 JOURNAL_LINES = 300
@@ -70,6 +71,7 @@ class Start:
         self.began = time.time()
         self.outcome: Optional[str] = None
         self.said = 0.0
+        self.waits = False  # of a span: whether it failed for want of other ranks
         systemctl("reset-failed", self.unit)
         before = show(self.unit)
         # A start that is under way already (boot, a crash) is watched, not begun again.
@@ -103,12 +105,27 @@ class Start:
             self.outcome = f"failed to start ({why}{max(failures, 1)} tries)"
         elif active == "inactive" and took > 5:
             self.outcome = "stopped by somebody else while starting"
+        elif (lacking := self.lacking()) and lacking["for"] > lacking["join_seconds"]:
+            self.waits = True
+            self.outcome = f"waits for its span for {lacking['for']:.0f} s: {lacking['why']}"
         elif took > self.seconds:
             self.outcome = f"not ready within start_seconds ({self.seconds} s)"
         elif took - self.said >= SAY_SECONDS:
             self.said = took
-            say(f"{self.name}: {active} ({now.get('SubState')}) for {took:.0f} s")
+            words = f"{active} ({now.get('SubState')})"
+            say(f"{self.name}: {lacking.get('why') or words} for {took:.0f} s")
         return self.outcome is not None
+
+    def lacking(self) -> Dict[str, Any]:
+        """Of a span: which ranks it waits for, and since when; empty where for none."""
+        try:
+            with open(os.path.join(RUN, self.name, "span.json"), encoding="utf-8") as file:
+                found: Dict[str, Any] = json.load(file)
+            if found["state"] != "waiting":
+                return {}
+            return {**found, "for": time.time() - max(self.began, float(found["since"]))}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def tell_memory(self, invocation: str) -> None:
         """What bootlog.py found of this very start, differences from the plan first."""
@@ -138,8 +155,10 @@ def start(order: Dict[str, Any]) -> int:
     for one in failed:
         for line in journal(one.unit, one.began):
             say(f"journal {one.name} | {line}")
-        # Left alone it would be tried again and again, cold and in nobody's sight.
-        systemctl("stop", one.unit)
+        # Left alone it would be tried again and again, cold and in nobody's sight. What waits
+        # for other ranks has loaded nothing, and goes on by itself when they come.
+        if not one.waits:
+            systemctl("stop", one.unit)
         say(f"failed {one.name} | {one.outcome}")
     return 1 if failed else 0
 

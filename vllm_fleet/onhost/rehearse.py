@@ -101,10 +101,12 @@ def rehearse(files: List[Json]) -> str:
 
 
 def command(script: str) -> List[str]:
-    """The words after `exec` in a start script."""
+    """The words after `exec` in a start script, from vLLM's program on: a span has ours before."""
     joined = script.replace("\\\n", " ")
     match = re.search(r"^exec (.*)$", joined, re.MULTILINE)
-    return shlex.split(match.group(1)) if match else []
+    words = shlex.split(match.group(1)) if match else []
+    starts = [place for place, word in enumerate(words) if word.endswith("/bin/vllm")]
+    return words[starts[0] :] if starts else words
 
 
 def variables(text: str) -> Dict[str, str]:

@@ -255,6 +255,7 @@ class _Build:
         )
         lock = self.part / LOCK
         wanted = f"{self.settings.get('requirement') or f'{self.package}=={self.version}'}\n"
+        wanted += "".join(f"{one}\n" for one in self.settings.get("extra") or [])
         constraints = [part for path in self.constraints for part in ("--constraint", path)]
         try:
             self._uv(

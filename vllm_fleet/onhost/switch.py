@@ -109,6 +109,7 @@ def running(name: str) -> Json:
         "release": os.path.basename(env.get("FLEET_RELEASE", "")),
         "as_files": bool(started) and env.get("FLEET_CHECKSUM") == started,
         "port": int(env.get("FLEET_PORT") or 0),
+        "rank": int(env.get("FLEET_RANK") or 0),  # of a span: rank 0 alone answers
     }
 
 
@@ -279,7 +280,13 @@ def switch(order: Json) -> Json:
         if start.outcome:
             # Left alone it would be tried again and again, cold and in nobody's sight.
             instances.systemctl("stop", start.unit)
-            return {"ok": False, "why": start.outcome, "since": began, "seconds": took}
+            return {
+                "ok": False,
+                "why": start.outcome,
+                "since": began,
+                "seconds": took,
+                "waits": start.waits,  # for other ranks of its span: those are the cause
+            }
     note(name, "started")
     now = running(name)
     found = figures(name, now["invocation"])
@@ -491,7 +498,7 @@ def watch(order: Json) -> Json:
         if now["invocation"] != first["invocation"]:
             return {"ok": False, "why": "ended and was started again by systemd"}
         # One late answer of a server that reads a long prompt is no death.
-        silent = 0 if answers(now["port"]) else silent + 1
+        silent = 0 if now["rank"] or answers(now["port"]) else silent + 1
         if silent >= 3:
             return {"ok": False, "why": "does not answer /fleet/ready"}
         left = deadline - time.monotonic()

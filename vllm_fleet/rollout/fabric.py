@@ -51,7 +51,6 @@ class Trial:
     """How the test is made, the same for all hosts."""
 
     port: int
-    more_ports: Sequence[int]
     backend: str  # nccl, gloo
     layer: Layer | None
     floor: float | None
@@ -156,7 +155,6 @@ class Change:
             "name": me.name,
             "address": me.address,
             "port": self.trial.port,
-            "more": list(self.trial.more_ports),
             "peers": self._peers(me),
             "seconds": PORTS_SECONDS,
         }

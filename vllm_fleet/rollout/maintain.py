@@ -41,11 +41,12 @@ class Member:
     tools: bool
     start_seconds: int
     drain_seconds: int
+    at: str = ""  # of a rank of a span the id of its rank 0, which answers for it
 
     @property
     def id(self) -> str:
-        """``host/name``."""
-        return f"{self.host}/{self.name}"
+        """``host/name``, as gateways know the server that it is, or is a part of."""
+        return self.at or f"{self.host}/{self.name}"
 
 
 @dataclass
@@ -268,8 +269,9 @@ class Care:
 
     def _probe(self, one: Member) -> Json:
         limits = self.settings.acceptance
+        host, _, name = one.id.rpartition("/")
         order = {
-            "instance": one.name,
+            "instance": name,
             "port": one.port,
             "model": one.pool,
             "task": one.task,
@@ -278,7 +280,7 @@ class Care:
             "answer_tokens": limits.answer_tokens,
             "seconds": limits.probe_seconds,
         }
-        return self.hosts.ask(one.host, "acceptance", order)
+        return self.hosts.ask(host, "acceptance", order)
 
     def _record(self, host: str, do: Do, result: str, why: str) -> None:
         holder = self.lock.holder

@@ -44,6 +44,7 @@ class Standing:
     spare: tuple[int, ...] = ()  # a free card group like its own
     adopts: bool = False  # a vLLM that is not ours serves in its place until now
     span: str = ""  # instances of one span are one server over several hosts
+    rank: int = 0  # within its span; rank 0 answers for all
 
     @property
     def id(self) -> str:
@@ -182,11 +183,11 @@ def _share(value: int | str, whole: int) -> int:
 
 
 def _servers(standings: Iterable[Standing]) -> list[tuple[Standing, ...]]:
-    """Instances of one span together, at the place of the first."""
+    """Instances of one span together, by rank, at the place of the first."""
     found: dict[str, list[Standing]] = {}
     for one in standings:
         found.setdefault(f"span {one.span}" if one.span else one.id, []).append(one)
-    return [tuple(members) for members in found.values()]
+    return [tuple(sorted(members, key=lambda one: one.rank)) for members in found.values()]
 
 
 def _label(members: Sequence[Standing]) -> str:
@@ -214,9 +215,9 @@ def _step(
     one = members[0]
     if any(member.refused for member in members):
         return Step(members, "back", f"cut off on its way back: {one.refused}"), ""
-    if one.cut_off is not None:
+    if cut := next((member.cut_off for member in members if member.cut_off), None):
         # Whatever it was doing, it is out of its pool already, or comes back into it.
-        return Step(members, "down", f"an earlier change to {one.cut_off} was cut off"), ""
+        return Step(members, "down", f"an earlier change to {cut} was cut off"), ""
     if not all(member.serving for member in members):
         return Step(members, "down", "does not serve now, so nothing is lost"), ""
     if size > 1:

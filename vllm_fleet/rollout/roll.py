@@ -147,7 +147,7 @@ class Roll:
         mine = [change for step in spared for change in self._spare(step)]
         refused = {change.instance.id for change in mine}
         steps = [step for step in wave.steps if step.members[0].id not in refused]
-        results = _each(lambda step: self._span(step, hold), steps)
+        results = _each(lambda step: self._server(step, hold), steps)
         mine += [change for changes in results for change in changes]
         for step in spared:
             self._take(step, mine)
@@ -178,24 +178,24 @@ class Roll:
 
     # --- one server
 
-    def _span(self, step: Step, hold: int) -> list[Change]:
-        """Change one server; the instances of a span one after the other, none alone in a pool."""
-        changes = []
-        for one in step.members:
-            target = self.targets[one.id]
-            began = time.monotonic()
-            move = _Move(self, target, step, hold)
-            try:
-                result, why = move.run()
-            except Exception as error:  # ours, and no reason to keep the others untold
-                result, why = "stuck", f"{type(error).__name__}: {error}: run this again"
-            change = Change(one, target.to, result, time.monotonic() - began, why, move.parts)
-            changes.append(change)
+    def _server(self, step: Step, hold: int) -> list[Change]:
+        """Change one server, an instance or all ranks of a span; a change each, of one end."""
+        targets = [self.targets[one.id] for one in step.members]
+        began = time.monotonic()
+        if len(targets) > 1:
+            move: _Move = _SpanMove(self, targets, step, hold)
+        else:
+            move = _Move(self, targets[0], step, hold)
+        try:
+            result, why = move.run()
+        except Exception as error:  # ours, and no reason to keep the others untold
+            result, why = "stuck", f"{type(error).__name__}: {error}: run this again"
+        seconds = time.monotonic() - began
+        changes = [Change(t.standing, t.to, result, seconds, why, move.parts) for t in targets]
+        for change in changes:
             self._record(change)
-            told = f" ({change.told_parts()})" if move.parts else ""
-            self.hosts.say(f"{one.id}: {MEANING[result]} after {change.seconds:.0f} s{told}")
-            if result != "done":
-                break
+        told = f" ({changes[0].told_parts()})" if move.parts else ""
+        self.hosts.say(f"{step.label}: {MEANING[result]} after {seconds:.0f} s{told}")
         return changes
 
     # --- a spare
@@ -645,6 +645,84 @@ def started(old: Json, new: Json) -> str:
 def _both(name: str, old: Json, new: Json, key: str) -> str:
     before, after = (f"{float(one[key]):.0f} s" if key in one else "-" for one in (old, new))
     return f"{name} {before} -> {after}"
+
+
+class _SpanMove(_Move):
+    """All ranks of a span from one version to another: stopped on all hosts, started on all.
+
+    Rank 0 stands for the span: its gateways, probes and good versions are looked at. What is
+    written on a host is written for each rank on its own, and what waits for the span to be ready
+    runs on all hosts side by side.
+    """
+
+    def __init__(self, roll: Roll, targets: Sequence[Target], step: Step, hold: int) -> None:
+        super().__init__(roll, targets[0], step, hold)
+        self.targets = targets
+        self.worst = targets[0]
+        self.goods: dict[str, list[Json]] = {}  # versions to go back to, by rank
+
+    def _ask(self, action: str, **order: Any) -> Json:
+        """Asked of every rank; the answer of rank 0, or of the first that is not well."""
+        if action == "journal":
+            return self.roll._switch(self.host, self.name, action, **order)
+
+        def ask(target: Target) -> Json:
+            host, name = target.standing.host, target.standing.name
+            return self.roll._switch(host, name, action, **self._own(target, order))
+
+        found = _each(ask, self.targets)
+        bad = [
+            (target, one)
+            for target, one in zip(self.targets, found, strict=True)
+            if one.get("ok") is False
+        ]
+        if bad:
+            target, answer = next((b for b in bad if not b[1].get("waits")), bad[0])
+            self.worst = target
+            return {**answer, "why": f"{target.id}: {answer['why']}"}
+        if action == "begin":
+            self.goods = {
+                target.id: one.get("goods") or []
+                for target, one in zip(self.targets, found, strict=True)
+            }
+        return found[0]
+
+    def _own(self, target: Target, order: Mapping[str, Any]) -> Json:
+        """An order with the versions of one rank: rank 0's are named in it."""
+        own = dict(order)
+        if isinstance(own.get("to"), dict):
+            own["to"] = {"release": target.to.release, "checksum": target.to.checksum}
+        elif isinstance(own.get("to"), str):
+            own["to"] = self._checksum(target, own["to"])
+        if isinstance(own.get("refused"), dict):
+            first, one = self.target.standing, target.standing
+            pairs = ((first.runs, one.runs), (first.cut_off, one.cut_off))
+            same = (b for a, b in pairs if a and b and a.checksum == own["refused"]["checksum"])
+            own["refused"] = {**own["refused"], "checksum": next(same, target.to).checksum}
+        return own
+
+    def _checksum(self, target: Target, checksum: str) -> str:
+        """What a version of rank 0 is on another rank: the wanted one, or that of its release."""
+        if checksum == self.target.to.checksum:
+            return target.to.checksum
+        release = self.good.get("release")
+        goods = [
+            [good["checksum"] for good in self.goods.get(one.id, ()) if good["release"] == release]
+            for one in (self.target, target)
+        ]
+        # Remembered together, so the same place on each.
+        place = goods[0].index(checksum) if checksum in goods[0] else 0
+        if place >= len(goods[1]):
+            raise Failed(f"{target.id}: remembers no version of {release} to go back to")
+        return str(goods[1][place])
+
+    def _save_log(self) -> tuple[str, str]:
+        """Of the rank that did not go well."""
+        self.host, self.name = self.worst.standing.host, self.worst.standing.name
+        try:
+            return super()._save_log()
+        finally:
+            self.host, self.name = self.target.standing.host, self.target.standing.name
 
 
 class _Spare(_Move):

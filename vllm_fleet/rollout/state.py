@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,6 +125,26 @@ def standing(
         cut_off=record.cut_off,
         spare=spare,
     )
+
+
+def together(standings: Sequence[Standing], known: Container[str]) -> list[Standing]:
+    """The same, with the ranks of a span that can only be changed with all of them left alone.
+
+    ``known``: ids of what takes part in the change. Where a rank does not, the others stay.
+    """
+    missing = {one.span for one in standings if one.span and one.id not in known}
+    return [
+        replace(
+            one,
+            wanted=one.runs or one.wanted,
+            runs=one.runs or one.wanted,
+            cut_off=None,
+            serving=one.counts,
+        )
+        if one.span in missing
+        else one
+        for one in standings
+    ]
 
 
 def goes_back(standings: Sequence[Standing], records: Mapping[str, Record]) -> list[Standing]:

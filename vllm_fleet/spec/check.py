@@ -14,6 +14,7 @@ from vllm_fleet.spec.entries import check_entries
 from vllm_fleet.spec.findings import At, Findings, placed
 from vllm_fleet.spec.layers import Layer, Loaded, LoadedHost
 from vllm_fleet.spec.named_files import check_named_files
+from vllm_fleet.spec.spans import check_spans, span_ports
 from vllm_fleet.spec.tls import ACME_PORT, check_tls
 from vllm_fleet.spec.words import nearest
 
@@ -39,6 +40,7 @@ def check_fleet(
         _listening(found, host)
         _deadlines(found, host)
         _watching(found, host)
+    check_spans(found, warnings, loaded)
     _one_rollout(found, loaded)
     _names(found, loaded)
     check_named_files(found, loaded, locks=locks)
@@ -97,10 +99,18 @@ def _cards_and_ports(found: Findings, host: LoadedHost) -> None:
             found.say(port_at, text, me)
         else:
             ports[instance.port] = f"{instance.name} ({port_at.place})"
+        span = instance.span
+        for setting, port in span_ports(instance).items():
+            span_at = At(at.layer, (*at.loc, "span"))
+            if port in ports and not ports[port].startswith(f"{instance.name} "):
+                text = f"{setting}: port {port} of {{hosts}} is taken by {ports[port]}"
+                found.say(span_at, text, me, at_key=True)
+            ports.setdefault(port, f"{instance.name} ({span_at.place})")
         if isinstance(instance.cards, str):
             continue  # resolved by the plan, which has the cards
+        key: Loc = ("span", "cards", me) if span and me in span.cards else ("cards",)
         for index, card in enumerate(instance.cards):
-            card_at = At(at.layer, (*at.loc, "cards", index))
+            card_at = At(at.layer, (*at.loc, *key, index))
             if card in cards:
                 other, other_at = cards[card]
                 text = f"card {card} of {{hosts}} is taken by {other} ({other_at.place})"

@@ -124,7 +124,9 @@ def _options(
 
 
 def _ranks(found: Findings, at: At, instance: Instance, model: Model) -> None:
-    """More ranks than cards, where the number of cards is written."""
+    """More ranks than cards, where the number of cards is written and no `span` counts them."""
+    if instance.span is not None:
+        return
     written = instance.cards
     kind = CARDS_OF_KIND.match(written) if isinstance(written, str) else None
     cards = int(kind["count"]) if kind else len(written)

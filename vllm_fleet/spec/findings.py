@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_fleet.spec.complaints import Complaint, Loc
 from vllm_fleet.spec.layers import Layer, LoadedHost
-from vllm_fleet.spec.model import Instance
+from vllm_fleet.spec.model import Instance, part_of
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Findings:
 
 
 def placed(host: LoadedHost) -> Iterator[tuple[At, Instance]]:
-    """The instances of a host, each with its place in the file."""
+    """The instances of a host, of a span its own rank, each with its place in the file."""
     layer = host.sources.get("instances")
     if layer is None:
         return
     for number, instance in layer.placements.get(host.host.name, ()):
-        yield At(layer, ("instances", number)), instance
+        yield At(layer, ("instances", number)), part_of(instance, host.host.name)

@@ -291,8 +291,101 @@ class Model(Settings):
     )
 
 
+def _ip_address(text: str) -> str:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError('must be an IP address such as "10.1.0.11"') from None
+    return text
+
+
+IpAddress = Annotated[str, AfterValidator(_ip_address), Wants('an IP address such as "10.1.0.11"')]
+Degree = Annotated[int, Field(ge=1)]
+RAY_PORTS = 8  # that Ray's own processes have on a host; its workers have the ones behind
+RAY_WORKER_PORTS = 32
+
+
+class Span(Settings):
+    """One server over several hosts: every host of the instance is one rank of it, in order."""
+
+    tensor_parallel: Degree | None = Field(
+        None,
+        description="Cards that share each layer; null: those of one host, or of all hosts of a "
+        "replica where `pipeline_parallel` is 1.",
+        examples=[8],
+    )
+    pipeline_parallel: Degree | None = Field(
+        None, description="Stages one after the other; null: what is left, so one a host."
+    )
+    data_parallel: Degree = Field(
+        1, description="Copies of the model, whole hosts each or several on each host."
+    )
+    executor: Literal["mp", "ray"] = Field(
+        "mp",
+        description="mp: vLLM's own processes. ray: a Ray cluster of these hosts alone, where the "
+        "release holds Ray (`vllm_extra`).",
+    )
+    cards: Annotated[
+        dict[str, tuple[Annotated[int, Field(ge=0)], ...] | str],
+        Wants("hosts with a list of card indices, or a count and kind, each"),
+    ] = Field(
+        default_factory=dict,
+        description="Cards by host, where they are not those of `cards`; as many on each host.",
+        examples=[{"gpu-02": [4, 5, 6, 7]}],
+    )
+    addresses: dict[str, IpAddress] = Field(
+        default_factory=dict,
+        description="Address by host at which the ranks reach each other; else its `address`.",
+        examples=[{"gpu-01": "10.1.0.11", "gpu-02": "10.1.0.12"}],
+    )
+    watch_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        29500, description="Port of the first host at which the ranks find and watch each other."
+    )
+    master_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        29501, description="Port of the first host at which torch.distributed meets."
+    )
+    data_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        29502, description="Port of the first host for `data_parallel`."
+    )
+    ray_port: Annotated[int, Field(ge=1024, le=65500)] = Field(
+        29510,
+        description=f"First of {RAY_PORTS + RAY_WORKER_PORTS} ports that Ray has on each host.",
+    )
+    silent_seconds: Annotated[int, Field(ge=2)] = Field(
+        10, description="A rank that says nothing for so long is dead, and all begin anew."
+    )
+    join_seconds: Seconds = Field(
+        120,
+        description="How long a deploy or upgrade waits for a rank that does not come before it "
+        "fails; the others go on waiting, with nothing loaded.",
+    )
+
+    @field_validator("cards")
+    @classmethod
+    def _cards(cls, value: dict[str, tuple[int, ...] | str]) -> dict[str, tuple[int, ...] | str]:
+        for host, cards in value.items():
+            if isinstance(cards, str) and not CARDS_OF_KIND.match(cards):
+                raise ValueError(f"{host}: must be card indices, or a count and kind")
+            if not isinstance(cards, str) and len(set(cards)) != len(cards):
+                raise ValueError(f"{host}: names one card twice")
+        return value
+
+    def ports(self, rank: int) -> dict[str, int]:
+        """Ports at which a rank listens, by the setting that gives them; of Ray's the first."""
+        found = {}
+        if rank == 0:
+            found["watch_port"] = self.watch_port
+            if self.executor == "mp":
+                found["master_port"] = self.master_port
+                if self.data_parallel > 1:
+                    found["data_port"] = self.data_port
+        if self.executor == "ray":
+            found["ray_port"] = self.ray_port
+        return found
+
+
 class Instance(Settings):
-    """One vLLM server on one card group of each of its hosts."""
+    """One vLLM server on one card group of each of its hosts, or one over all of them."""
 
     name: Annotated[
         str,
@@ -314,6 +407,12 @@ class Instance(Settings):
     )
     port: Annotated[int, Field(ge=1024, le=65535)] = Field(
         description="Port of the server on each host.", examples=[8001]
+    )
+    span: Span | None = Field(
+        None,
+        description="One server over all `hosts` together, in this order, the first of which "
+        "answers; null: one on each. Its units are `vllm@<name>-r0`, `-r1` and so on.",
+        examples=[{"pipeline_parallel": 2}],
     )
     vllm_version: Version | None = Field(
         None,
@@ -349,6 +448,33 @@ class Instance(Settings):
         if not isinstance(value, str) and len(set(value)) != len(value):
             raise ValueError("names one card twice")
         return value
+
+
+class Rank(Instance):
+    """The part of a span that one host runs; the plan makes it, nobody writes it."""
+
+    of: str  # the span's name, as written
+    rank: int  # its host's place among `hosts`
+
+
+def rank_name(name: str, rank: int) -> str:
+    """Name of one rank of a span, as units, files and gateways have it."""
+    return f"{name}-r{rank}"
+
+
+def part_of(one: Instance, host: str) -> Instance:
+    """What a host runs of an instance: all of it, or its own rank of a span."""
+    if one.span is None:
+        return one
+    rank = one.hosts.index(host)
+    own = {
+        "name": rank_name(one.name, rank),
+        "cards": one.span.cards.get(host, one.cards),
+        "of": one.name,
+        "rank": rank,
+    }
+    # Every value was checked where it was written.
+    return Rank.model_construct(**{**dict(one), **own})
 
 
 class PackageIndex(Settings):
@@ -1050,6 +1176,19 @@ class HostSettings(Settings):
         description="Dependencies of vLLM left out of the release.",
         examples=[["torchvision", "torchaudio"]],
     )
+    vllm_extra: tuple[
+        Annotated[
+            str,
+            Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\[[a-z0-9,-]+\])?==[A-Za-z0-9.+!-]+$"),
+            Wants('a package and its version such as "ray==2.60.0"'),
+        ],
+        ...,
+    ] = Field(
+        (),
+        description="Further packages in the release, each with its version: Ray for spans that "
+        "use it. Make the lock anew (`fleet lock`) after a change.",
+        examples=[["ray==2.60.0"]],
+    )
     python: OneLine = Field(
         "python3", description="Interpreter that releases are made with.", examples=["python3.12"]
     )
@@ -1145,8 +1284,8 @@ class HostSpec(Settings):
 
     @cached_property
     def instances(self) -> tuple[Instance, ...]:
-        """The instances placed on this host, in declared order."""
-        return tuple(i for i in self.settings.instances if self.name in i.hosts)
+        """The instances placed on this host, in declared order; of a span its own rank."""
+        return tuple(part_of(i, self.name) for i in self.settings.instances if self.name in i.hosts)
 
 
 class Fleet(Settings):

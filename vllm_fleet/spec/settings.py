@@ -45,6 +45,7 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "vllm_variant",
             "vllm_lock",
             "vllm_exclude",
+            "vllm_extra",
             "keep_releases",
             "keep_revisions",
             "instances",

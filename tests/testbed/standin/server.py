@@ -12,6 +12,8 @@ import importlib
 import itertools
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -73,6 +75,70 @@ def say(module: str, text: str) -> None:
     print(f"(EngineCore pid={os.getpid()}) INFO {stamp} [{module}] {text}", flush=True)
 
 
+class Ranks:
+    """The other ranks of a span, as vLLM's: met at a start, missed by nobody until they are used.
+
+    Rank 0 waits until all are connected at the master port, the others until it takes them.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.count = int(one(options, "nnodes", "1"))
+        self.rank = int(one(options, "node-rank", "0"))
+        self.place = one(options, "master-addr", ""), int(one(options, "master-port", "0"))
+        self.lost = False
+        self.wires: list[socket.socket] = []
+
+    def meet(self) -> None:
+        """Returns when all are there; ends as vLLM does where the port is taken."""
+        if self.count == 1:
+            return
+        if self.rank:
+            while True:
+                try:
+                    self.wires.append(socket.create_connection(self.place, 5))
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            self.wires[0].settimeout(None)
+            self.wires[0].recv(1)  # all are there
+        else:
+            with socket.create_server(self.place) as server:
+                while len(self.wires) < self.count - 1:
+                    self.wires.append(server.accept()[0])
+            for wire in self.wires:
+                wire.sendall(b".")
+        for wire in self.wires:
+            threading.Thread(target=self.watch, args=(wire,), daemon=True).start()
+
+    def watch(self, wire: socket.socket) -> None:
+        """Nothing is said any more; what is lost is lost, and nothing ends by itself."""
+        try:
+            while wire.recv(1):
+                pass
+        except OSError:
+            pass
+        self.lost = True
+
+    def serve_headless(self) -> None:
+        """A rank that answers nobody: a worker, until it is told to end or its worker dies."""
+        worker = engine_process(f"VLLM::Worker_PP{self.rank}")
+
+        def end(*_: Any) -> None:
+            worker.kill()
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, end)
+        worker.wait()
+        os._exit(1)
+
+
+def engine_process(name: str) -> subprocess.Popen[bytes]:
+    """A process of its own, as vLLM's engine is, with its name in the process list."""
+    return subprocess.Popen(
+        [name, "-c", "import time\nwhile True: time.sleep(60)"], executable=sys.executable
+    )
+
+
 class Histogram:
     """Counts below each bound."""
 
@@ -100,8 +166,9 @@ class Histogram:
 class App:
     """The ASGI application; ``state.engine_client.errored`` is what the gate looks at."""
 
-    def __init__(self, options: dict[str, Any], how: SimpleNamespace) -> None:
+    def __init__(self, options: dict[str, Any], how: SimpleNamespace, ranks: Ranks) -> None:
         self.how = how
+        self.ranks = ranks
         self.names = options.get("served-model-name") or [options["model"]]
         self.longest = int(one(options, "max-model-len", "4096"))
         self.most = int(one(options, "max-num-seqs", "256"))
@@ -275,7 +342,9 @@ class App:
             # paced by the clock, so that a busy machine slows it no more than it must
             due = begun + how.first_token_seconds + number / how.tokens_per_second
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            while stopped(self.engine):  # as a hung engine: nothing comes, nothing is counted
+            while (
+                stopped(self.engine) or self.ranks.lost
+            ):  # as a hung engine: nothing comes, nothing is counted
                 await asyncio.sleep(0.05)
             self.generated += 1
             now = time.monotonic()
@@ -359,6 +428,10 @@ def main() -> None:
         print("ERROR [core.py:1] EngineCore failed to start.", flush=True)
         print("ValueError: stand-in: told not to start", flush=True)
         sys.exit(1)
+    ranks = Ranks(options)
+    ranks.meet()
+    if "headless" in options:
+        ranks.serve_headless()
     longest = int(one(options, "max-model-len", "4096"))
     say("default_loader.py:502", f"Loading weights took {how.start_seconds:.2f} seconds")
     say("gpu_worker.py:298", f"Available KV cache memory: {how.kv_gib:.2f} GiB")
@@ -368,7 +441,7 @@ def main() -> None:
         "kv_cache_utils.py:1091",
         f"Maximum concurrency for {longest:,} tokens per request: {ratio:.2f}x",
     )
-    app = App(options, how)
+    app = App(options, how, ranks)
     wrapped: Any = app
     for middleware in options.get("middleware") or []:  # the last one is the outermost
         module, _, name = middleware.rpartition(".")
@@ -378,11 +451,7 @@ def main() -> None:
         scope["app"] = app
         await wrapped(scope, receive, send)
 
-    # A process of its own, as vLLM's engine is, with its name in the process list.
-    engine = subprocess.Popen(
-        ["VLLM::EngineCore", "-c", "import time\nwhile True: time.sleep(60)"],
-        executable=sys.executable,
-    )
+    engine = engine_process("VLLM::EngineCore")
     app.engine = engine.pid
     threading.Thread(target=watch_engine, args=(engine, app), daemon=True).start()
     if how.crash_seconds:

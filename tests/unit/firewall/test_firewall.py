@@ -119,8 +119,10 @@ def test_a_host_of_no_fabric_leaves_the_ports_of_the_kernel_alone(tmp_path: Path
 
 def test_where_ranks_of_a_span_meet_is_closed_too(tmp_path: Path) -> None:
     found = fleet(tmp_path, gpu="nccl: {}\n")
-    nodes = firewall.nodes(found, found.host("gpu-1"), states(found), None, [6379, 29500, 40001])
+    ranks = firewall.Ranks((6379, 29500, 40001), {"gpu-2": ["10.9.0.2"]})
+    nodes = firewall.nodes(found, found.host("gpu-1"), states(found), None, ranks)
     assert nodes.ports == ("6379", "29400", "29500", "32768-60999")
+    assert nodes.addresses["gpu-2"] == ["10.0.0.2", "10.9.0.2"]
 
 
 def test_further_networks_and_none_of_a_family(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_the_stand_in_shows_what_a_real_server_shows(
     version: str, standin_server: ModuleType
 ) -> None:
     how = SimpleNamespace(metrics=standin_wheel.exported(version))
-    app = standin_server.App({"model": "glm"}, how)
+    options = {"model": "glm"}
+    app = standin_server.App(options, how, standin_server.Ranks(options))
     app.observe("vllm:time_to_first_token_seconds", 0.3)
     app.observe_end(1.5, 7, 4)
 

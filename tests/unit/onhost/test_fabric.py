@@ -142,7 +142,7 @@ def test_ports_that_are_taken_are_named(monkeypatch: pytest.MonkeyPatch) -> None
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        listeners = fabric.Listeners("127.0.0.1", [port])
+        listeners = fabric.Listeners("127.0.0.1", port)
         try:
             assert f"pid {os.getpid()}" in listeners.taken[port]
         finally:
@@ -162,7 +162,6 @@ def test_two_hosts_on_one_machine_reach_each_other_and_tell_the_time() -> None:
                 "name": me,
                 "address": own,
                 "port": port,
-                "more": [],
                 "peers": [{"name": peer, "address": other}],
                 "seconds": 10,
             }

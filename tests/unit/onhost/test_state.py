@@ -109,7 +109,7 @@ def test_processes_that_hold_cards_have_owner_and_memory(tmp_path: Path) -> None
     first, gone = look(tmp_path)["cards"]["holders"]
     assert (first["uuid"], first["pid"], first["memory_mib"]) == ("GPU-1", os.getpid(), 300)
     own = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
-    assert first["command"] == own
+    assert first["command"] == own[:200]  # as much as a line of a complaint bears
     assert (gone["user"], gone["memory_mib"]) == ("?", None)
 
 

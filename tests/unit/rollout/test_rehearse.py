@@ -151,3 +151,8 @@ def test_replicas_of_a_host_are_rehearsed_as_one() -> None:
 )
 def test_whatever_else_differs_is_rehearsed_on_its_own(changes: dict[str, Any]) -> None:
     assert as_rehearsed("a", files_of(**changes)) != as_rehearsed("a", files_of())
+
+
+def test_a_rank_of_a_span_is_tried_by_vllms_own_words() -> None:
+    script = "exec /usr/bin/python3 -s -E /lib/span.py \\\n  /r/bin/vllm serve w \\\n  --nnodes 2\n"
+    assert rehearse.command(script) == ["/r/bin/vllm", "serve", "w", "--nnodes", "2"]
