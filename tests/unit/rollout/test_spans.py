@@ -96,7 +96,7 @@ def upgrade(hosts: SpanFleet, release: str) -> bool:
             tools=False,
             start_seconds=60,
             drain_seconds=30,
-            command={"release": release, "late": True},
+            command={"release": release, "late": True, "files": []},
         )
         for step in rollout.steps
         for one in step.members
