@@ -18,7 +18,12 @@ from tests.integration.spans import BIG, LONE, SERVERS, SILENT, Row, Spans, span
 from tests.testbed.bed import Bed
 from tests.testbed.standin_wheel import Behaviour
 
-pytestmark = [pytest.mark.multinode, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.multinode,
+    pytest.mark.faults,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +94,6 @@ def test_a_span_goes_whole_to_another_version_and_loses_no_request(
         assert spans.fleet.record(f"{host}/{name}")["step"] is None
 
 
-@pytest.mark.long
 def test_a_worse_version_of_a_span_goes_back_whole(spans: Spans) -> None:
     spans.fleet.wants("0.31.1", Behaviour(fault="no start"))
     with spans.fleet.watched() as watched:
@@ -125,7 +129,7 @@ def recovers(spans: Spans, since: float) -> None:
     spans.rows[-1].recovered = time.monotonic() - since
 
 
-@pytest.mark.parametrize("dead", ["roll-1", pytest.param("roll-3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dead", ["roll-1", "roll-3"])
 def test_a_host_loses_its_power(spans: Spans, dead: str) -> None:
     spans.all_ready()
     host, left = spans.bed.host(dead), next(one for one in BIG if one != dead)
@@ -142,7 +146,6 @@ def test_a_host_loses_its_power(spans: Spans, dead: str) -> None:
     recovers(spans, since)
 
 
-@pytest.mark.long
 def test_the_network_of_a_host_is_cut(spans: Spans) -> None:
     spans.all_ready()
     host, began = spans.bed.host("roll-1"), time.time()
@@ -157,7 +160,6 @@ def test_the_network_of_a_host_is_cut(spans: Spans) -> None:
     assert "vllm@big-r1.service: Failed with result" in said, said  # its processes are gone then
 
 
-@pytest.mark.long
 def test_a_host_is_frozen(spans: Spans) -> None:
     spans.all_ready()
     host, began = spans.bed.host("roll-1"), time.time()
@@ -179,7 +181,6 @@ def test_a_worker_of_another_rank_dies_or_stops(spans: Spans, number: str, words
     recovers(spans, since)
 
 
-@pytest.mark.long
 def test_one_host_is_down_at_the_start(spans: Spans) -> None:
     spans.all_ready()
     host = spans.bed.host("roll-1")
@@ -223,7 +224,6 @@ def test_ranks_of_different_versions_do_not_start(spans: Spans) -> None:
     spans.sh("roll-1", "rm /opt/vllm/releases/9.31.0*")
 
 
-@pytest.mark.long
 def test_the_master_port_is_taken(spans: Spans) -> None:
     spans.all_ready()
     spans.sh("roll-3", "systemctl stop vllm@big-r0")

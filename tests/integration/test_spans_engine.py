@@ -21,7 +21,12 @@ from tests.integration.spans import BIG, Row, Spans
 from tests.testbed.bed import Bed
 from tests.testbed.services import REPO
 
-pytestmark = [pytest.mark.vllm, pytest.mark.multinode, pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.vllm,
+    pytest.mark.multinode,
+    pytest.mark.timeout(1500),
+]
 
 SERVER = "roll-3/big-r0"
 SILENT = 10
@@ -121,7 +126,6 @@ def test_a_model_over_two_hosts_by_tensor_parallel(spans: Spans) -> None:
     serves(spans, "TP2")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["PP2", "DP2"])
 def test_a_model_over_two_hosts_by_other_splits(spans: Spans, how: str) -> None:
     spans.fleet.wants("0.32.0", change=lambda values: split(values, how))
@@ -133,7 +137,6 @@ def test_a_model_over_two_hosts_by_other_splits(spans: Spans, how: str) -> None:
 # --- faults, by whatever split was last -----------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["power cut", "link down", "host frozen", "worker killed"])
 def test_a_host_of_a_span_is_lost_under_load(spans: Spans, fault: str) -> None:
@@ -176,7 +179,6 @@ def test_a_host_of_a_span_is_lost_under_load(spans: Spans, fault: str) -> None:
     assert answers(spans.fleet) is not None
 
 
-@pytest.mark.long
 def test_a_span_alone_is_upgraded_and_its_requests_held(spans: Spans) -> None:
     def change(values: dict[str, Any]) -> None:
         values["models"][MANY]["vllm_args"]["max-num-seqs"] = 8
