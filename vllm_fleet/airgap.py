@@ -16,7 +16,6 @@ from typing import Any
 
 from vllm_fleet import paths, release, weights
 from vllm_fleet.files import ManagedFile
-from vllm_fleet.listings import Listing
 from vllm_fleet.render import render
 from vllm_fleet.spec.model import (
     Fleet,
@@ -28,6 +27,7 @@ from vllm_fleet.spec.model import (
     Proxy,
     PythonArchive,
 )
+from vllm_fleet.weights import Listing
 
 ROOT = f"{paths.OPT}/bundle"
 SETTINGS = f"{paths.ETC}/bundle.json"

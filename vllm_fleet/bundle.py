@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fleet import airgap, listings, release, variants, weights
-from vllm_fleet.listings import Listing
 from vllm_fleet.onhost import bundle as onhost
 from vllm_fleet.onhost import hub, interpreter, tools
 from vllm_fleet.onhost import weights as checks
 from vllm_fleet.plan import APT_KEYS, TOOLS_LOCK, bundled_packages
 from vllm_fleet.spec.inputs import lock_path, version_of
 from vllm_fleet.spec.model import Fleet, HostSettings, Model, PythonArchive
+from vllm_fleet.weights import Listing
 
 MARK = ".vllm-fleet-bundle"
 NOTES = ".notes.json"  # sha256 of files by size and time, so that nothing is hashed twice

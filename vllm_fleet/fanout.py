@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm_fleet.plan import HostPlan, WeightsFetch
+from vllm_fleet.host_plan import HostPlan, WeightsFetch
 
 IDENTITY = ("source", "repo", "revision")
 

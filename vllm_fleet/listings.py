@@ -12,9 +12,7 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vllm_fleet import weights
 from vllm_fleet.onhost import hub as onhost
@@ -22,6 +20,7 @@ from vllm_fleet.onhost import weights as checks
 from vllm_fleet.onhost.tools import Refusal
 from vllm_fleet.spec.complaints import Complaint, SpecError
 from vllm_fleet.spec.model import HostSettings, Model
+from vllm_fleet.weights import Listing
 
 MODELSCOPE = "https://modelscope.cn"  # as the modelscope library has it
 SECONDS = 30
@@ -31,22 +30,6 @@ MOST = 3000  # files; of more ModelScope answers with a part
 
 class ListingError(Exception):
     """A listing cannot be had; the message names what, where and the remedy."""
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A frozen listing: where it is, and its files."""
-
-    path: str  # relative to the directory of group_vars
-    files: tuple[dict[str, Any], ...]
-
-    @property
-    def digest(self) -> str:
-        """One checksum over it; stands in the stamp of weights that are of it."""
-        return checks.digest(
-            onhost.Entry(f["path"], f["size"], f.get("sha256", ""), f.get("git", ""))
-            for f in self.files
-        )
 
 
 def path_of(name: str, model: Model) -> str:

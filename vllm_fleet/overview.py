@@ -11,7 +11,8 @@ from typing import Any
 from vllm_fleet import placement, spans
 from vllm_fleet.cards import Groups
 from vllm_fleet.gate import bootlog
-from vllm_fleet.plan import HostPlan, Refusal, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import Refusal, plan_fleet
 from vllm_fleet.spec.inputs import Inputs, version_of
 from vllm_fleet.spec.model import CARDS_OF_KIND, Fleet, HostSpec, Instance, Rank
 from vllm_fleet.spec.spans import degrees

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_fleet import paths
+from vllm_fleet.host_plan import HostPlan, WeightsFetch
 from vllm_fleet.onhost.interpreter import ROOM as PYTHON_ROOM
 from vllm_fleet.onhost.release import ROOM
 from vllm_fleet.onhost.tools import ROOM as TOOLS_ROOM
 from vllm_fleet.onhost.tools import gib
 from vllm_fleet.onhost.weights import SPARE
-
-if TYPE_CHECKING:
-    from vllm_fleet.plan import HostPlan, WeightsFetch
-    from vllm_fleet.state import HostState
+from vllm_fleet.state import HostState
 
 CACHE = "/var/cache"
 

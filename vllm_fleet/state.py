@@ -69,3 +69,7 @@ class HostState:
     def enabled(self, unit: str) -> bool:
         """Whether a unit starts at boot."""
         return self.units.get(unit, {}).get("UnitFileState") in ("enabled", "static")
+
+    def started_with(self, instance: str) -> str:
+        """Checksum of the files that an instance was started with; "" where it never was."""
+        return str(self.instances.get(instance, {}).get("running") or "")

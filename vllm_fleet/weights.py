@@ -11,13 +11,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm_fleet import paths
+from vllm_fleet.onhost import weights as checks
+from vllm_fleet.onhost.hub import Entry
 from vllm_fleet.spec.model import HostSettings, Model, Source
-
-if TYPE_CHECKING:
-    from vllm_fleet.listings import Listing
 
 STAMP = ".verified.json"  # in a verified directory: what was checked, file by file
 STAMPS = f"{paths.STATE}/weights"  # stamps of directories that are not ours to write
@@ -40,6 +39,21 @@ class Weights:
     def identity(self) -> dict[str, str]:
         """What a stamp must say for these weights to be the wanted ones."""
         return {"source": self.source, "repo": self.repo, "revision": self.revision}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A frozen listing: where it is, and its files."""
+
+    path: str  # relative to the directory of group_vars
+    files: tuple[dict[str, Any], ...]
+
+    @property
+    def digest(self) -> str:
+        """One checksum over it; stands in the stamp of weights that are of it."""
+        return checks.digest(
+            Entry(f["path"], f["size"], f.get("sha256", ""), f.get("git", "")) for f in self.files
+        )
 
 
 def wanted(name: str, model: Model) -> Weights:

@@ -25,8 +25,9 @@ from tests.stubs.certificates import issue
 from tests.stubs.gateway import Nginx, available, wait_for
 from tests.unit.fleets import fleet, states
 from vllm_fleet import gateway, paths
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations import gateway as operations
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import Inputs
 
 PROGRAMS = ("certbot", "pebble", "pebble-challtestsrv")

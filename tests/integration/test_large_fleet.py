@@ -14,7 +14,8 @@ from tests.ports import free_ports
 from tests.stubs.gateway import Nginx, available
 from tests.unit import large
 from vllm_fleet import gateway
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.load import load_fleet
 

@@ -24,6 +24,7 @@ from tests.testbed.hub import Fault
 from vllm_fleet import listings, weights
 from vllm_fleet.onhost import weights as onhost
 from vllm_fleet.spec.model import HostSettings, Hub, Model
+from vllm_fleet.weights import Listing
 
 pytestmark = pytest.mark.integration
 
@@ -289,7 +290,7 @@ def test_a_complete_directory_asks_nothing_with_a_listing_too(host: Fleet) -> No
     model = Model(repo=REPO, source=host.source)  # type: ignore[arg-type]
     wanted = weights.wanted("tiny", model)
     files = tuple(frozen["listing"])  # type: ignore[arg-type, var-annotated]
-    digest = listings.Listing("", files).digest
+    digest = Listing("", files).digest
     assert weights.verified({**stamp, "changed": []}, wanted, digest)
     assert not weights.verified({**stamp, "changed": []}, wanted, "0" * 64)
     asked = len(host.asked())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.cards.made import matrix, uniform
-from vllm_fleet.plan import HostPlan
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.spec.model import Fleet
 from vllm_fleet.state import HostState

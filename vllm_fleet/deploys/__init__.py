@@ -15,6 +15,7 @@ from pyinfra.operations import python
 
 from vllm_fleet.deploys import fabric, rolling, trials
 from vllm_fleet.deploys.fleet import all_as_wanted, fleet_plans, given_up, my_plan, new_placement
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations import flow
 from vllm_fleet.operations import gateway as gateways
 from vllm_fleet.operations import host as hosts
@@ -22,7 +23,6 @@ from vllm_fleet.operations import instance as instances
 from vllm_fleet.operations import release as releases
 from vllm_fleet.operations import weights as model_weights
 from vllm_fleet.placement import write_placement
-from vllm_fleet.plan import HostPlan
 
 __all__ = [
     "bench",

@@ -17,8 +17,8 @@ from vllm_fleet.fabric.discovery import discover
 from vllm_fleet.fabric.environment import Choice, Node, environments
 from vllm_fleet.fabric.nodes import differences, versions_of
 from vllm_fleet.fabric.trial import Member, floor_of, places
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations.reach import Reached
-from vllm_fleet.plan import HostPlan
 from vllm_fleet.rollout.fabric import Change, Trial, Wanted
 from vllm_fleet.rollout.lock import Lock
 from vllm_fleet.spec.model import Nccl

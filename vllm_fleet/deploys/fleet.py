@@ -18,10 +18,11 @@ from pyinfra.context import ctx_host
 from vllm_fleet import adoption
 from vllm_fleet import plan as planning
 from vllm_fleet.facts.host import Host
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations.alive import LOOK_SECONDS, LOST, while_alive
 from vllm_fleet.operations.runlog import tell_failures
 from vllm_fleet.placement import Key, Placed, text_of
-from vllm_fleet.plan import HostPlan, Refusal
+from vllm_fleet.plan import Refusal
 from vllm_fleet.spares import Spare, kept, with_spares
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError

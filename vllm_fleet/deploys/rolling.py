@@ -22,12 +22,12 @@ from vllm_fleet.deploys.fleet import (
     states_of,
     taking_part,
 )
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.instance import paths_of
 from vllm_fleet.operations import host as hosts
 from vllm_fleet.operations import instance as instances
 from vllm_fleet.operations.instance import explained
 from vllm_fleet.operations.reach import Reached
-from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Holder, Lock, Locked, lock_host, operator, unlocked

@@ -22,10 +22,10 @@ from vllm_fleet.bench.result import Result
 from vllm_fleet.deploys import rolling
 from vllm_fleet.deploys.fleet import asked, begun_once, made, read_spec
 from vllm_fleet.engine_args import check_args
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations.instance import explained
 from vllm_fleet.operations.reach import Reached
 from vllm_fleet.operations.tunnel import tunnel
-from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.rollout.hosts import Failed
 from vllm_fleet.rollout.lock import Lock

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from vllm_fleet.doctor.entries import Area, Entry, Level, known
-from vllm_fleet.plan import HostPlan, plans_of
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import plans_of
 from vllm_fleet.spec.inputs import Inputs
 from vllm_fleet.spec.model import Fleet, HostSpec
 from vllm_fleet.state import HostState

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from vllm_fleet import watch
 from vllm_fleet.doctor.case import Case, Finding, Json
 from vllm_fleet.exam import described, is_ours
-from vllm_fleet.plan import HostPlan, Service
+from vllm_fleet.host_plan import HostPlan, Service
 from vllm_fleet.spec.model import HostSpec
 from vllm_fleet.state import HostState, Process
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vllm_fleet import instance as vllm
 from vllm_fleet.doctor.case import Case, Finding
-from vllm_fleet.plan import HostPlan
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.rollout.lock import STALE_SECONDS, lock_host
 from vllm_fleet.rollout.state import record_of
 from vllm_fleet.spec.model import HostSpec

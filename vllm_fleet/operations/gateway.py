@@ -9,8 +9,8 @@ from pyinfra import host
 from pyinfra.api import operation
 
 from vllm_fleet import gateway, paths
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations.remote import Command
-from vllm_fleet.plan import HostPlan
 
 
 @operation()

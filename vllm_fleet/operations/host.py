@@ -11,8 +11,8 @@ from pyinfra.api import operation
 from vllm_fleet import airgap, alertmanager, firewall, paths
 from vllm_fleet.files import ManagedFile
 from vllm_fleet.gateway import keepalived
+from vllm_fleet.host_plan import HostPlan, Service
 from vllm_fleet.operations.remote import Command, Script, inline, installed
-from vllm_fleet.plan import HostPlan, Service
 
 # Checked on the host before a changed file stays: (paths that matter, command, what to do).
 CHECKS = (

@@ -8,8 +8,8 @@ from pyinfra import host
 from pyinfra.api import operation
 
 from vllm_fleet.causes import Rank, last_error, match
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations.remote import Script, inline
-from vllm_fleet.plan import HostPlan
 from vllm_fleet.planned import PlannedInstance
 from vllm_fleet.rollout.hosts import CAUSE, LINE
 

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from pyinfra import host
 from pyinfra.api import operation
 
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations.remote import Script, installed
-from vllm_fleet.plan import HostPlan
 
 
 @operation()

@@ -8,8 +8,8 @@ from pyinfra import host
 from pyinfra.api import operation
 
 from vllm_fleet import paths
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.operations.remote import Script, installed
-from vllm_fleet.plan import HostPlan
 
 TOOLS_PYTHON = f"{paths.TOOLS}/current/bin/python"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm_fleet import listings, paths, weights
 from vllm_fleet.jsontext import parsed
-from vllm_fleet.listings import Listing
 from vllm_fleet.placement import Placement, read_placement
 from vllm_fleet.spec.complaints import Complaint, SpecError
 from vllm_fleet.spec.keys_file import read_keys
 from vllm_fleet.spec.model import Alerting, ApiKey, Fleet, HostSpec, Instance, Model
+from vllm_fleet.weights import Listing
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import airgap, release
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.onhost import bundle as onhost
 from vllm_fleet.operations import host
 from vllm_fleet.operations.remote import Script
-from vllm_fleet.plan import TOOLS_LOCK, HostPlan, Refusal, plan_fleet
+from vllm_fleet.plan import TOOLS_LOCK, Refusal, plan_fleet
 from vllm_fleet.spec.addresses import resolved
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import read_inputs

@@ -18,7 +18,8 @@ import pytest
 
 from tests.unit import fleets
 from tests.unit.fleets import state, unit
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import Inputs
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.state import HostState

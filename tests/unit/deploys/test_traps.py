@@ -14,7 +14,8 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, state, states, unit
 from vllm_fleet.deploys import fleet as deploying
-from vllm_fleet.plan import HostPlan, Service, plan_fleet
+from vllm_fleet.host_plan import HostPlan, Service
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import Inputs
 
 REPO = Path(__file__).resolve().parents[3]

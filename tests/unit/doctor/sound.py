@@ -12,7 +12,8 @@ from tests.unit.fleets import fleet, states, unit
 from vllm_fleet import weights
 from vllm_fleet.doctor.case import Case
 from vllm_fleet.doctor.questions import question, served_names
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.model import Fleet
 from vllm_fleet.state import HostState

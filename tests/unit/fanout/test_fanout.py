@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, state
 from vllm_fleet import weights
-from vllm_fleet.plan import HostPlan, WeightsFetch, plan_fleet
+from vllm_fleet.host_plan import HostPlan, WeightsFetch
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.model import Model

@@ -18,6 +18,7 @@ from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.model import Fleet, HostSettings, Hub, Model
+from vllm_fleet.weights import Listing
 
 ALL = """\
 vllm_version: "0.32.0"
@@ -149,6 +150,6 @@ def test_the_checksum_of_a_listing_is_of_its_files_in_any_order() -> None:
         {"path": "a", "size": 1, "sha256": hashlib.sha256(b"a").hexdigest()},
         {"path": "b", "size": 2, "git": "0" * 40},
     ]
-    one = listings.Listing("", tuple(files)).digest
-    assert listings.Listing("", tuple(files[::-1])).digest == one
-    assert listings.Listing("", ({**files[0], "size": 3}, files[1])).digest != one
+    one = Listing("", tuple(files)).digest
+    assert Listing("", tuple(files[::-1])).digest == one
+    assert Listing("", ({**files[0], "size": 3}, files[1])).digest != one

@@ -14,7 +14,8 @@ import pytest
 from tests.unit.fleets import fleet, state
 from tests.unit.monitoring.test_files import instance
 from vllm_fleet import paths, watch
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.model import HostSettings, HostSpec
 from vllm_fleet.state import HostState

@@ -12,7 +12,8 @@ import pytest
 
 from tests.unit import large
 from tests.unit.fleets import unit
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
 from vllm_fleet.spec.load import load_fleet
 from vllm_fleet.state import HostState

@@ -12,15 +12,9 @@ import pytest
 from tests.unit.fleets import ALL, fleet, settled, states, unit
 from vllm_fleet import exam, gateway
 from vllm_fleet.gateway import keepalived
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.placement import Placed, Placement
-from vllm_fleet.plan import (
-    HostPlan,
-    Refusal,
-    asked,
-    bundled_packages,
-    placement_of,
-    plan_fleet,
-)
+from vllm_fleet.plan import Refusal, asked, bundled_packages, placement_of, plan_fleet
 from vllm_fleet.spec.inputs import Inputs, read_inputs
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, states, unit
 from vllm_fleet import spares
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spares import Spare
 from vllm_fleet.spec.complaints import SpecError
 from vllm_fleet.spec.inputs import Inputs

@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.fleets import ALL, fleet, states
 from vllm_fleet import room
-from vllm_fleet.plan import HostPlan, Refusal, plan_fleet
+from vllm_fleet.host_plan import HostPlan
+from vllm_fleet.plan import Refusal, plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
 
 GIB = 1 << 30

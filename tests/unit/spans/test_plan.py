@@ -9,8 +9,9 @@ from typing import Any
 from tests.unit.fleets import fleet, state, states, unit
 from vllm_fleet import instance as vllm
 from vllm_fleet import spans
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.overview import overview
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import Inputs
 from vllm_fleet.spec.model import Fleet
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.unit.cards.made import matrix, uniform
 from tests.unit.fleets import ALL, fleet, state, states
+from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.overview import overview
-from vllm_fleet.plan import HostPlan, plan_fleet
+from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import Inputs, read_inputs
 from vllm_fleet.survey import HostView, survey
 
