@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stubs.gateway import wait_for
 from tests.testbed import hub
 from tests.testbed.hub import Fault
 
@@ -67,8 +68,12 @@ def test_files_are_given_whole_and_by_range(endpoint: str, root: Path) -> None:
     assert headers["Content-Range"] == f"bytes 100-199/{len(DATA)}"
     assert get(a_bin(endpoint), Range="bytes=10000-")[1] == DATA[10000:]
     assert get(a_bin(endpoint), Range="bytes=99999-")[0] == 416
-    lines = [(e["file"], e["range"], e["status"], e["bytes"]) for e in hub.requests(root)]
-    assert ("a.bin", "bytes=100-199", 206, 100) in lines  # logged once sent, in any order
+
+    def logged() -> bool:
+        lines = [(e["file"], e["range"], e["status"], e["bytes"]) for e in hub.requests(root)]
+        return ("a.bin", "bytes=100-199", 206, 100) in lines
+
+    wait_for(logged, 30)  # a line is written once its answer is sent, in any order
 
 
 def test_revisions_are_directories(endpoint: str, root: Path) -> None:
