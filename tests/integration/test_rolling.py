@@ -29,7 +29,7 @@ from tests.integration.rolling import (
 from tests.testbed.bed import Bed
 from tests.testbed.standin_wheel import Behaviour
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.timeout(900)]
 
 LONG = {"max_tokens": 2000, "ignore_eos": True}  # at 200 tokens a second
 OLD, NEW = dict.fromkeys(INSTANCES, "0.31.0"), dict.fromkeys(INSTANCES, "0.32.0")
@@ -61,7 +61,6 @@ echo "$FLEET_WAVE $FLEET_INSTANCES $FLEET_FROM $FLEET_TO $FLEET_RESULT" >>told
 """
 
 
-@pytest.mark.long
 def test_an_upgrade_that_is_killed_goes_on_and_loses_no_request(fleet: RollingFleet) -> None:
     hook = fleet.operator.root / "hook"
     hook.write_text(HOOK)
@@ -108,7 +107,6 @@ def test_an_upgrade_that_is_killed_goes_on_and_loses_no_request(fleet: RollingFl
     assert [line.split()[-1] for line in told[-9::2]] == ["done"] * 5
 
 
-@pytest.mark.long
 def test_a_second_upgrade_does_nothing(fleet: RollingFleet) -> None:
     fleet.wants("0.32.0")
     before, began = fleet.audit(), time.monotonic()
@@ -120,7 +118,6 @@ def test_a_second_upgrade_does_nothing(fleet: RollingFleet) -> None:
         assert (success, error) == ("-", "-"), name
 
 
-@pytest.mark.long
 def test_rollback_is_one_command_and_deploy_leaves_it_so(fleet: RollingFleet) -> None:
     with fleet.watched() as watched:
         done = fleet.run("rollback.py")
@@ -151,13 +148,7 @@ WORSE = {
 }
 
 
-# The others need longer than CI has.
-QUICK = ("3 times slower",)
-
-
-@pytest.mark.parametrize(
-    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.long) for how in WORSE]
-)
+@pytest.mark.parametrize("how", WORSE)
 def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet, how: str) -> None:
     behaviour, cause = WORSE[how]
     version = f"0.31.{1 + [*WORSE].index(how)}"
@@ -199,7 +190,6 @@ def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
     assert all(fleet.record(name)["step"] is None for name in INSTANCES)
 
 
-@pytest.mark.long
 def test_a_host_that_dies_in_mid_wave_stops_it_and_is_named(fleet: RollingFleet) -> None:
     fleet.wants("0.32.4", Behaviour(start_seconds=3))
     host = fleet.bed.host("roll-2")
@@ -218,7 +208,6 @@ def test_a_host_that_dies_in_mid_wave_stops_it_and_is_named(fleet: RollingFleet)
     kept_serving(watched)
 
 
-@pytest.mark.long
 def test_a_disk_that_is_full_while_staging_touches_nobody(fleet: RollingFleet) -> None:
     before = fleet.releases()
     fleet.wants("0.32.5")
@@ -246,7 +235,6 @@ def test_a_disk_that_is_full_while_staging_touches_nobody(fleet: RollingFleet) -
     kept_serving(watched)
 
 
-@pytest.mark.long
 def test_one_operator_at_a_time_and_a_gateway_that_reloads(fleet: RollingFleet) -> None:
     fleet.wants("0.32.3")
     gateway = fleet.bed.host("roll-gw")
@@ -269,7 +257,6 @@ def test_one_operator_at_a_time_and_a_gateway_that_reloads(fleet: RollingFleet) 
     assert fleet.answers_while_out(watched) == []
 
 
-@pytest.mark.long
 def test_a_host_is_rebooted_under_load(fleet: RollingFleet) -> None:
     host = fleet.bed.host("roll-2")
     boot = host.sh("cat /proc/sys/kernel/random/boot_id").stdout
@@ -286,7 +273,6 @@ def test_a_host_is_rebooted_under_load(fleet: RollingFleet) -> None:
     assert "nobody else serves pool qwen3-tiny" in refused.stdout
 
 
-@pytest.mark.long
 def test_a_held_host_is_left_alone_until_it_is_returned(fleet: RollingFleet) -> None:
     only = ("--limit", "roll-2", "--data")
     with fleet.watched() as watched:
@@ -307,7 +293,6 @@ def test_a_held_host_is_left_alone_until_it_is_returned(fleet: RollingFleet) -> 
     assert "is held" not in done.stdout
 
 
-@pytest.mark.long
 def test_a_vllm_started_by_hand_is_taken_over_when_told(fleet: RollingFleet) -> None:
     host = fleet.bed.host("roll-2")
     version = fleet.releases()["roll-2/a"]
