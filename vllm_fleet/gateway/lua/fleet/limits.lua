@@ -111,6 +111,8 @@ function M.admit(key, estimate)
   else
     wait = requests and charge(key, "requests", requests, 1)
     if wait then
+      -- Requests are never owed beyond a minute: more is what other workers take back right now.
+      wait = math.min(wait, MINUTE / requests)
       limit = "requests"
       message, wait = wait_text(key, requests, limit, wait)
     else
