@@ -88,13 +88,8 @@ def _with(spec: HostSpec, name: str, changed: Instance) -> HostSpec:
         changed if one.name == name and spec.name in one.hosts else one
         for one in spec.settings.instances
     )
-    # Made anew: a copy would keep what the old one has worked out of its settings.
-    return HostSpec(
-        name=spec.name,
-        groups=spec.groups,
-        address=spec.address,
-        settings=spec.settings.model_copy(update={"instances": instances}),
-    )
+    settings = spec.settings.model_copy(update={"instances": instances})
+    return spec.model_copy(update={"settings": settings})
 
 
 def _path(parts: tuple[int | str, ...]) -> str:
