@@ -34,17 +34,18 @@ demo-down: $(VENV)/.ready ## Remove the demo's hosts and restore this machine; c
 check: $(VENV)/.ready check-code ## Lint, types, unit tests: under a minute, no root
 	$(PY) -m pytest -q -n 2 -m 'not integration and not deploys and not slow' tests/unit
 
-# Two at a time: tests on hosts mostly wait, those of the gateway and the units mostly compute. What
-# the second says is shown when it has ended.
+# Two at a time: tests on hosts mostly wait, those of the gateway and the units mostly compute, then
+# an upgrade is killed on hosts of its own. What the second says is shown when it has ended.
 ALONE := $(filter-out %_certificate.py,$(wildcard tests/integration/test_gateway_*.py)) \
   tests/integration/test_benchmark_gateway.py
+KILLED := tests/integration/test_rolling_killed.py
 ALONE_SAID := .testbed/test-alone.log
 .PHONY: test
 test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check, and tests on real hosts
 	@mkdir -p .testbed; \
 	$(MAKE) --no-print-directory test-alone >$(ALONE_SAID) 2>&1 & alone=$$!; \
 	trap 'kill $$alone 2>/dev/null || true' EXIT; \
-	echo "units and gateway: see $(ALONE_SAID)"; failed=0; \
+	echo "units, gateway, a killed upgrade: see $(ALONE_SAID)"; failed=0; \
 	$(MAKE) --no-print-directory test-hosts || failed=1; \
 	wait $$alone || failed=1; cat $(ALONE_SAID); exit $$failed
 
@@ -52,10 +53,11 @@ test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check,
 test-alone: $(VENV)/.ready test-packages
 	$(SUDO) $(PY) -m pytest -q -m 'not integration and not long' tests/unit
 	$(SUDO) $(PY) -m pytest -q -m 'not long' $(ALONE)
+	$(SUDO) FLEET_TESTBED=$(CURDIR)/.testbed/killed $(PY) -m pytest -q $(KILLED)
 
 .PHONY: test-hosts
 test-hosts: $(VENV)/.ready test-packages
-	$(SUDO) $(PY) -m pytest -m 'not long' tests/integration $(ALONE:%=--ignore=%) \
+	$(SUDO) $(PY) -m pytest -m 'not long' tests/integration $(ALONE:%=--ignore=%) --ignore=$(KILLED) \
 	  tests/unit/monitoring/test_live.py
 
 .PHONY: test-long

@@ -176,20 +176,6 @@ def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet
 # --- cut off -------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(3000)
-def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
-    fleet.wants("0.32.2", Behaviour(start_seconds=2))
-    with fleet.watched() as watched:
-        fleet.killed_at_every_moment("upgrade.py")
-    assert fleet.releases() == dict.fromkeys(INSTANCES, "0.32.2")
-    print(f"{len(watched.load.answers)} requests, {len(watched.load.bad)} failed")
-    assert not watched.load.bad, told(watched.load.bad)
-    assert len(watched.load.answers) > 100
-    assert fleet.answers_while_out(watched) == []
-    assert watched.most_out(MANY) <= 1
-    assert all(fleet.record(name)["step"] is None for name in INSTANCES)
-
-
 def test_a_host_that_dies_in_mid_wave_stops_it_and_is_named(fleet: RollingFleet) -> None:
     fleet.wants("0.32.4", Behaviour(start_seconds=3))
     host = fleet.bed.host("roll-2")
