@@ -129,10 +129,10 @@ def pyinfra(root: Path, inventory: str) -> Run:
     return timed(words, root)
 
 
-def status(root: Path) -> Run:
-    """`fleet status` of the same hosts."""
+def fleet(command: str, root: Path) -> Run:
+    """`fleet status` or `fleet doctor` of the same hosts."""
     code = "from vllm_fleet.cli import main; main()"
-    return timed([sys.executable, "-c", code, "status", "inventory/prod.py"], root)
+    return timed([sys.executable, "-c", code, command, "inventory/prod.py"], root)
 
 
 def interpreter(root: Path) -> Run:
@@ -381,7 +381,8 @@ def fake(sizes: Sequence[int], rounds: int, folder: Path) -> dict[int, dict[str,
         for name in ("deploy.py", "config.py"):
             shutil.copy(HERE.parent / name, root)
         found[size] = vars(median(rounds, partial(pyinfra, root, "prod")))
-        found[size]["status"] = median(rounds, partial(status, root)).seconds
+        for command in ("status", "doctor"):
+            found[size][command] = median(rounds, partial(fleet, command, root)).seconds
         print(f"{size} fake hosts: {json.dumps(found[size])}", file=sys.stderr)
     return found
 
@@ -481,12 +482,12 @@ def table(found: dict[str, Any]) -> None:
             ]
             print(f"| {count} | {' | '.join(cells)} |")
         print()
-    print("| fake hosts | no-op | CPU | MiB | fleet status | no-op's parts |")
-    print("|---|---|---|---|---|---|")
+    print("| fake hosts | no-op | CPU | MiB | fleet status | fleet doctor | no-op's parts |")
+    print("|---|---|---|---|---|---|---|")
     for count, one in found["fake"].items():
         parts = ", ".join(f"{name} {took:.2f}" for name, took in one["stages"].items())
         cells = [f"{one['seconds']:.2f} s", f"{one['cpu']:.2f} s", str(one["mib"])]
-        cells += [f"{one['status']:.2f} s", parts]
+        cells += [f"{one['status']:.2f} s", f"{one['doctor']:.2f} s", parts]
         print(f"| {count} | {' | '.join(cells)} |")
     plan = found["planning"]
     print(

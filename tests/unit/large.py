@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.unit.cards.made import matrix, uniform
+from tests.unit.doctor.sound import answer
 from tests.unit.fleets import settled, state
 from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
@@ -22,18 +24,21 @@ CARDS_A_HOST = 8
 GATEWAYS = ("gw-1", "gw-2")
 MODELS = 20
 
-# What a host answers is in a file of its own: pyinfra's connector for hosts that are not there
+# What a host answers is in files of its own: pyinfra's connector for hosts that are not there
 # looks it up at each command, after `fake_delay` seconds.
 INVENTORY = """\
 from pathlib import Path as _Path
 
-_states = _Path(__file__).parent.parent / "states"
+_root = _Path(__file__).parent.parent
 
 
 def _host(name, address):
-    state = (_states / (name + ".json")).read_text()
+    said = {{
+        "What a host is like now": (_root / "states" / (name + ".json")).read_text(),
+        "sys.exit(module.main())": (_root / "answers" / (name + ".json")).read_text(),
+    }}
     return (f"{PREFIX}{{name}}", {{"fake_delay": {delay}, "fake_delay_jitter": 0,
-            "address": address, "fake_responses": {{"What a host is like now": state}}}})
+            "address": address, "fake_responses": said}})
 
 
 gpu = [_host(f"gpu-{{n}}", f"10.{{1 + n // 250}}.0.{{1 + n % 250}}") for n in range({gpus})]
@@ -49,13 +54,12 @@ def write_files(root: Path, hosts: int, *, each: int = 8, delay: float = 0.02) -
 
     Every host has a state of nothing at all until :func:`settle` says otherwise.
     """
-    for folder in ("inventory", "group_vars", "states", "locks", "configs"):
+    for folder in ("inventory", "group_vars", "states", "answers", "locks", "configs"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     gpus = hosts - len(GATEWAYS)
-    for n in range(gpus):
-        (root / "states" / f"gpu-{n}.json").write_text("")
-    for name in GATEWAYS:
-        (root / "states" / f"{name}.json").write_text("")
+    for name in (*(f"gpu-{n}" for n in range(gpus)), *GATEWAYS):
+        for folder in ("states", "answers"):
+            (root / folder / f"{name}.json").write_text("")
     (root / "inventory" / "prod.py").write_text(INVENTORY.format(gpus=gpus, delay=delay))
     names = [f"{PREFIX}gpu-{n}" for n in range(gpus)]
     models = min(MODELS, gpus)
@@ -111,7 +115,7 @@ def bare(fleet: Fleet) -> dict[str, HostState]:
 
 
 def settle(root: Path) -> dict[str, HostState]:
-    """Have every host be as it is wanted, and answer so; the states."""
+    """Have every host be as it is wanted, and answer so, the doctor too; the states."""
     fleet = load_fleet(str(root / "inventory" / "prod.py"))
     inputs = read_inputs(fleet)
     states: Mapping[str, HostState] = bare(fleet)
@@ -122,4 +126,7 @@ def settle(root: Path) -> dict[str, HostState]:
     for name, one in found.items():
         path = root / "states" / f"{name.removeprefix(PREFIX)}.json"
         path.write_text(json.dumps(asdict(one)))
+        said = answer(fleet, name) | {"time": time.time()}
+        path = root / "answers" / f"{name.removeprefix(PREFIX)}.json"
+        path.write_text(f"result {json.dumps(said)}")
     return found
