@@ -46,6 +46,7 @@ def measure(
     with watch or nullcontext():
         report = generator.run(program, sent, folder, api_key)
     levels = levels_of(report)
+    notes += unreported(load, levels)
     seen = _seen(levels, watch, notes if metrics_wanted else [])
     bend, kept = knee(levels), keeps(levels, targets) if targets else None
     return Result(
@@ -61,6 +62,21 @@ def measure(
         findings=drift(levels[0], seen[0]) if load.soak and levels else (),
         notes=notes,
     )
+
+
+def unreported(load: Load, levels: Sequence[Level]) -> list[str]:
+    """Levels that ended before their time with fewer requests than were to be sent.
+
+    GuideLLM 0.8.1 now and then tells nothing of one that the engine has answered.
+    """
+    if load.soak:
+        return []
+    return [
+        f"At {level.streams} streams GuideLLM tells of {level.sent + level.cut} of "
+        f"{load.requests(level.streams)} requests: the others are in no figure but the engine's."
+        for level in levels
+        if level.sent + level.cut < load.requests(level.streams) and level.seconds < load.seconds
+    ]
 
 
 def _seen(levels: Sequence[Level], watch: Watch | None, notes: list[str]) -> list[Seen | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.bench.levels import level
 from vllm_fleet.bench.advice import drift, proposals
 from vllm_fleet.bench.knee import Target, TargetError, keeps, knee
 from vllm_fleet.bench.load import Load
+from vllm_fleet.bench.measure import unreported
 from vllm_fleet.bench.report import ReportError, Spread, levels_of
 from vllm_fleet.bench.watch import Seen
 
@@ -67,6 +69,19 @@ def test_a_level_without_an_answer_has_no_times() -> None:
 def test_no_report_is_refused() -> None:
     with pytest.raises(ReportError, match="GuideLLM"):
         levels_of({"results": []})
+
+
+def test_requests_that_the_generator_does_not_tell_of_are_noted() -> None:
+    load = Load("http://gw/v1", "glm", "", (1, 2, 4, 8), requests_per_stream=4)
+    levels = levels_of(REPORT)
+    assert unreported(load, levels) == [
+        "At 2 streams GuideLLM tells of 19 of 20 requests: the others are in no figure but the "
+        "engine's."
+    ]
+    # Its time was over, it was still asking, or nobody said how many: nothing is missing.
+    assert unreported(replace(load, seconds=1), levels) == []
+    assert unreported(load, [replace(levels[1], cut=1)]) == []
+    assert unreported(replace(load, soak=True), levels) == []
 
 
 def test_percentiles_count_by_weight() -> None:
