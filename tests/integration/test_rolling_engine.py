@@ -12,17 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration import patched
 from tests.integration.operators import changes
-from tests.integration.rolling import INSTANCES, MOMENTS, RollingFleet, deployed
-from tests.integration.rolling_engine import (
-    NEW,
-    OLD,
-    kept_serving,
-    make_real,
-    wants_patched,
-    watched,
-)
+from tests.integration.rolling import INSTANCES, RollingFleet, deployed
+from tests.integration.rolling_engine import NEW, OLD, kept_serving, make_real, watched
 from tests.testbed.bed import Bed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
@@ -99,19 +91,3 @@ def test_rollback_is_one_command_and_deploy_leaves_it_so(fleet: RollingFleet) ->
     for name, (success, error, _) in changes(done.stdout).items():
         assert (success, error) == ("-", "-"), name
     assert fleet.releases() == dict.fromkeys(INSTANCES, OLD)
-
-
-# --- cut off -------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(3600)
-def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
-    """The version is one that is 1.3 times slower, which is no reason to refuse it."""
-    version = "0.32.30"
-    wants_patched(fleet, version, patched.A_LITTLE_SLOWER)
-    with watched(fleet) as seen:
-        # Its release is there already, so that no operation makes it.
-        fleet.killed_at_every_moment("upgrade.py", MOMENTS[1:])
-    assert fleet.releases() == dict.fromkeys(INSTANCES, version)
-    kept_serving(fleet, seen)
-    assert all(fleet.record(name)["step"] is None for name in INSTANCES)
