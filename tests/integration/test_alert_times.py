@@ -230,6 +230,7 @@ def test_every_fault_is_told_and_a_dead_host_once(site: Monitored) -> None:
     assert all(fault.alert in texts for fault in FAULTS)
     failed = [a for a in load.answers if not a.good]
     print(f"{len(load.answers)} requests meanwhile, {len(failed)} of them failed")
+    assert len(failed) < len(load.answers) / 10  # those at what died
 
 
 def first(site: Monitored, fault: Fault) -> float | None:
