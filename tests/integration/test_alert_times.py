@@ -106,6 +106,12 @@ def kill_thrice(site: Monitored) -> None:
     host.sh("systemctl kill -s KILL vllm@b")
 
 
+def stop_exporter(site: Monitored) -> None:
+    """Of a host that lives, and only when what it had to tell of other faults is told."""
+    time.sleep(120)
+    site.fleet.bed.host("roll-3").sh("systemctl stop prometheus-node-exporter")
+
+
 def spoil_weights(site: Monitored) -> None:
     """A shard that cannot be read any more, and a start that looks at it."""
     site.fleet.bed.host("roll-1").sh(
@@ -145,6 +151,8 @@ FAULTS = (
           "DiskBroken", {"host": GATEWAY, "mountpoint": "/srv/private/disk"}),
     Fault("a certificate ends tomorrow", lambda s: s.put_certificate(s.ending),
           "CertificateExpires", {"host": GATEWAY}),
+    Fault("a node exporter is stopped: nobody reads its host's figures", stop_exporter,
+          "ExporterDown", {"host": "roll-3", "job": "node"}),
     Fault("Prometheus is given rules that do not parse", break_rules,
           "MonitoringConfigStale", {"host": GATEWAY}),
 )  # fmt: skip
@@ -187,7 +195,7 @@ def test_every_fault_is_told_and_a_dead_host_once(site: Monitored) -> None:
     fired: dict[str, float] = {}
 
     def provoke(fault: Fault) -> None:
-        if fault.do is not kill_thrice:
+        if fault.do not in (kill_thrice, stop_exporter):
             begun[fault.alert] = time.time()
         fault.do(site)
         begun.setdefault(fault.alert, time.time())

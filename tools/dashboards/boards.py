@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_fleet.alerts.hosts import NICS
-from vllm_fleet.alerts.table import DISKS
+from vllm_fleet.alerts.table import DISKS, HOST_AWAY
 
 RATE = "[$__rate_interval]"
 OF = 'pool=~"$pool",host=~"$host",instance=~"$instance"'
@@ -188,7 +188,7 @@ FLEET = Board(
                 FIRING,
                 Panel(
                     "Hosts away",
-                    (('count(up{job="node",host!=""} == 0) or on() vector(0)', "away"),),
+                    ((f"count({HOST_AWAY}) or on() vector(0)", "away"),),
                     kind="stat",
                     width=6,
                     red_from=1,

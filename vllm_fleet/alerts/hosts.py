@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fleet.alerts.table import DISKS, HOST_UP, Alert
+from vllm_fleet.alerts.table import DISKS, HOST_AWAY, HOST_UP, Alert
 
 # Interfaces of containers and guests come and go.
 NICS = 'device!~"lo|docker.*|br-.*|veth.*|virbr.*|cni.*|cali.*|flannel.*|lxc.*|tun.*|tap.*|vb-.*"'
@@ -13,12 +13,12 @@ def alerts() -> tuple[Alert, ...]:
     return (
         Alert(
             "HostDown",
-            # What Debian's own configuration watches until ours is there has no such label.
-            'up{job="node",host!=""} == 0',
+            HOST_AWAY,
             "2m",
             "critical",
             "{{ $labels.host }}: the host does not answer (its instances are not reported apart)",
-            "The host is off, cut from the network, or its node exporter has stopped.",
+            "Nothing on it answers Prometheus: it is off, cut from the network, or what runs there "
+            "has stopped with its node exporter.",
             "Reach it by SSH or its management port. Up, but not answering on 9100: "
             "`systemctl status prometheus-node-exporter`. Lost: the pools go on without it; "
             "deploy again when it is back.",
@@ -254,11 +254,13 @@ def alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             "ExporterDown",
-            f'up{{job=~"gpu|alertmanager|prometheus"}} == 0 {HOST_UP}',
+            f'up{{job=~"node|gpu|alertmanager|prometheus",host!=""}} == 0 {HOST_UP}',
             "5m",
             "warning",
             "{{ $labels.host }}: {{ $labels.job }} of {{ $labels.instance }} is not read",
             "A part of the monitoring is blind: its alerts are silent whatever happens.",
+            "`node`: `systemctl status prometheus-node-exporter`; until it is back, states of units, "
+            "disks, clocks and our own figures of this host are missing. "
             "`gpu`: `systemctl status vllm-fleet-gpu-exporter` (or the DCGM or AMD exporter that "
             "`gpu_metrics` names); `alertmanager`: `systemctl status prometheus-alertmanager`.",
         ),

@@ -11,8 +11,11 @@ Severity = Literal["critical", "warning", "info", "none"]  # none: only to hold 
 RUNBOOK = "docs/runbook.md"
 DISKS = 'fstype!~"tmpfs|ramfs|overlay|squashfs|iso9660"'
 EACH = "host, instance, pool"  # labels that tell one vLLM server from all others
+# A host is away where nothing on it answers; of one thing that is silent, the others still tell.
+# What Debian's own configuration watches until ours is there has no label `host`.
+HOST_AWAY = 'max by (host) (up{host!=""}) == 0'
 # A host that is away is one message, not one for each thing that ran on it.
-HOST_UP = 'unless on (host) up{job="node",host!=""} == 0'
+HOST_UP = f"unless on (host) {HOST_AWAY}"
 # systemd says that the unit is on its way up or down: planned, and its own timeout bounds it.
 MOVING = (
     'label_replace(node_systemd_unit_state{name=~"vllm@.+",state=~"activating|deactivating"}'

@@ -129,10 +129,11 @@ CASES = (
          "air: no instance is ready (seen by gw-01): gpu-01/air-a gpu-02/air-a"),
     Case("PoolDown", {f"{READY}{A}}}": "0x20", f"{READY}{B}}}": "1x20"}, "5m"),
     Case("PoolDown", {f"{READY}{A}}}": "1x6 0x1 1x20"}, "4m"),
-    Case("HostDown", {UP_NODE: "1x2 0x20"}, "5m",
-         {"job": "node", "host": "gpu-01", "instance": "node"},
+    Case("HostDown", {UP_NODE: "1x2 0x20", UP_VLLM: "1x2 0x20"}, "5m", {"host": "gpu-01"},
          "gpu-01: the host does not answer (its instances are not reported apart)"),
     Case("HostDown", {UP_NODE: "1x6 0x2 1x20"}, "5m"),
+    # Its exporter alone is silent: the host is there, and what else it tells is not held back.
+    Case("HostDown", {UP_NODE: "0x20", UP_VLLM: "1x20"}, "5m"),
     # As Debian's own configuration left it, minutes before ours came.
     Case("HostDown", {'up{job="node",instance="localhost:9100"}': "0x20"}, "5m"),
     Case("GatewayDown", {UP_GATEWAY: "0x20", UP_NODE_GW: "1x20"}, "2m",
@@ -383,6 +384,10 @@ CASES = (
          "gpu-01: gpu of gpu is not read"),
     Case("ExporterDown", {'up{job="gpu",host="gpu-01",instance="gpu"}': "0x60", UP_NODE: "0x60"},
          "6m"),
+    Case("ExporterDown", {UP_NODE: "0x60", UP_VLLM: "1x60"}, "6m",
+         {"job": "node", "host": "gpu-01", "instance": "node"},
+         "gpu-01: node of node is not read"),
+    Case("ExporterDown", {'up{job="node",instance="localhost:9100"}': "0x60"}, "6m"),
     Case("HostwatchSilent", {f"vllm_fleet_hostwatch_time_seconds{{{NODE}}}": "0x90"}, "20m",
          NODE_LABELS, "gpu-01: cards, kernel log and certificates have not been looked at for "
          "20m 0s"),
