@@ -259,8 +259,8 @@ def alerts() -> tuple[Alert, ...]:
             "warning",
             "{{ $labels.host }}: {{ $labels.job }} of {{ $labels.instance }} is not read",
             "A part of the monitoring is blind: its alerts are silent whatever happens.",
-            "`node`: `systemctl status prometheus-node-exporter`; until it is back, states of units, "
-            "disks, clocks and our own figures of this host are missing. "
+            "`node`: `systemctl status prometheus-node-exporter`; until it is back, states of "
+            "units, disks, clocks and our own figures of this host are missing. "
             "`gpu`: `systemctl status vllm-fleet-gpu-exporter` (or the DCGM or AMD exporter that "
             "`gpu_metrics` names); `alertmanager`: `systemctl status prometheus-alertmanager`.",
         ),
