@@ -41,8 +41,10 @@ def explain(context: click.Context, log: TextIO, version: str | None, as_json: b
     own = last_error(text) if not matches or matches[0].rank is Rank.GENERIC else ""
     if as_json:
         entries = [{"id": m.id, "cause": m.cause, "fix": m.remedy, "line": m.line} for m in matches]
-        found = {"matches": entries} | ({"error": own} if own else {})
-        click.echo(json.dumps(found, ensure_ascii=False))
+        told: dict[str, object] = {"matches": entries}
+        if own:
+            told["error"] = own
+        click.echo(json.dumps(told, ensure_ascii=False))
         context.exit(0 if matches else 1)
     if own:
         click.echo(f"error  {own}\n       (in the log's words; the table has no entry for it)\n")
