@@ -12,6 +12,8 @@ from vllm_fleet.causes.table import Cause, Rank, load
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # What a sound server repeats: requests that were answered, and what it tells of itself.
 _SOUND = re.compile(r'" 200 |\bINFO\b|"status": ?"?200\b')
+# Words of clients, which may be anything: a prompt that asks what an error means is no error.
+_REQUESTS = re.compile(r"^.*\b(?:Received request|Generated response) \S+: .*\n?", re.MULTILINE)
 _NUMBERS = re.compile(r"\d+")
 MANY_LINES = 2000  # from here on the time of the search counts
 KEPT_OF_A_SHAPE = 50
@@ -41,7 +43,8 @@ def match(text: str, version: str | None = None) -> list[Match]:
     Each cause is named once, by its first line. `version` is that of vLLM, where it is known:
     entries that cannot happen in it are left out. ValueError where it is not a version.
     """
-    text = _told_once(_ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    text = _told_once(_REQUESTS.sub("", text))
     found: list[tuple[tuple[int, int, bool, int], Match]] = []
     for number, cause in enumerate(load()):
         if version is not None and not cause.applies_to(version):

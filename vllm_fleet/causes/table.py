@@ -20,7 +20,8 @@ class Rank(IntEnum):
 
     ROOT = 1  # the line says what is wrong
     SYMPTOM = 2  # something broke; a better line may stand elsewhere
-    GENERIC = 3  # says only that it failed and that the cause stands above
+    TRACE = 3  # the exception that ended it, and nothing that is known better
+    GENERIC = 4  # says only that it failed and that the cause stands above
 
 
 class TableError(ValueError):
@@ -97,7 +98,7 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
         raise TableError(f"{name}: where: one of {', '.join(WHERE)}")
     rank = entry.get("rank", "root").upper()
     if rank not in Rank.__members__:
-        raise TableError(f"{name}: rank: root, symptom or generic")
+        raise TableError(f"{name}: rank: root, symptom, trace or generic")
     for key in ("since", "before"):
         if key in entry and not VERSION.match(entry[key]):
             raise TableError(f"{name}: {key}: not a version")

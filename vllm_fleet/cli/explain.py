@@ -7,7 +7,7 @@ from typing import TextIO
 
 import click
 
-from vllm_fleet.causes import match
+from vllm_fleet.causes import Rank, last_error, match
 from vllm_fleet.causes.table import parse_version
 
 
@@ -32,13 +32,23 @@ def explain(context: click.Context, log: TextIO, version: str | None, as_json: b
 
         journalctl -u vllm@NAME -n 400 | fleet explain -
 
-    The likeliest root comes first. Exits 1 where nothing in the text is known.
+    The likeliest root comes first. Where no cause is known, the last error that the text names
+    in words of its own is printed. Exits 1 where nothing in the text is known.
     """
-    matches = match(log.read(), version)
+    text = log.read()
+    matches = match(text, version)
+    # Nothing, or only that it failed: the text's own words say more.
+    own = last_error(text) if not matches or matches[0].rank is Rank.GENERIC else ""
     if as_json:
         entries = [{"id": m.id, "cause": m.cause, "fix": m.remedy, "line": m.line} for m in matches]
-        click.echo(json.dumps({"matches": entries}, ensure_ascii=False))
-    elif not matches:
+        told: dict[str, object] = {"matches": entries}
+        if own:
+            told["error"] = own
+        click.echo(json.dumps(told, ensure_ascii=False))
+        context.exit(0 if matches else 1)
+    if own:
+        click.echo(f"error  {own}\n       (in the log's words; the table has no entry for it)\n")
+    if not matches:
         click.echo(
             "unknown: no line of this text is in the table of known failures.\n"
             "The cause usually stands above the last lines: "

@@ -43,6 +43,27 @@ def test_unknown_says_so_and_exits_1() -> None:
     assert (result.exit_code, json.loads(result.output)) == (1, {"matches": []})
 
 
+def test_an_error_that_is_not_known_is_named_in_its_own_words() -> None:
+    log = (
+        "(EngineCore pid=7) ERROR [core.py:1108] RuntimeError: the flux capacitor is cold\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    result = CliRunner().invoke(explain, ["-"], input=log)
+    assert result.exit_code == 0
+    assert result.output.startswith("error  RuntimeError: the flux capacitor is cold\n")
+    assert "cause  engine-init-failed: " in result.output
+    result = CliRunner().invoke(explain, ["-", "--json"], input=log)
+    assert json.loads(result.output)["error"] == "RuntimeError: the flux capacitor is cold"
+    # Where a cause is known, it is the answer.
+    result = CliRunner().invoke(explain, ["-", "--json"], input=log + LOG)
+    assert "error" not in json.loads(result.output)
+    unknown = log.splitlines()[0] + "\n"
+    result = CliRunner().invoke(explain, ["-"], input=unknown)
+    assert result.exit_code == 1
+    assert result.output.startswith("error  RuntimeError: the flux capacitor is cold\n")
+    assert "unknown: " in result.output
+
+
 def test_wrong_usage_exits_2() -> None:
     assert CliRunner().invoke(explain, ["/does/not/exist"]).exit_code == 2
     assert CliRunner().invoke(explain, ["-", "--vllm", "new"], input=LOG).exit_code == 2

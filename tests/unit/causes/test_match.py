@@ -138,7 +138,7 @@ ENTRY = "- {id: a, pattern: 'x', where: engine, cause: c, remedy: r, source: s}\
         (ENTRY.replace("where: engine", "where: moon"), "a: where: one of"),
         (ENTRY.replace("'x'", "'('"), "a: pattern: "),
         (ENTRY.replace("'x'", "'x*'"), "a: pattern: matches everything"),
-        (ENTRY.replace("source: s", "source: s, rank: top"), "a: rank: root, symptom or generic"),
+        (ENTRY.replace("source: s", "source: s, rank: top"), "a: rank: root, symptom, trace or"),
         (ENTRY.replace("source: s", "source: s, since: 'v1'"), "a: since: not a version"),
         (ENTRY.replace("source: s", "source: s, sorce: t"), "a: sorce: unknown key"),
         (ENTRY.replace("id: a", "id: A b"), "A b: id: small letters"),
