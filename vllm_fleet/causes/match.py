@@ -54,11 +54,26 @@ def match(text: str, version: str | None = None) -> list[Match]:
             continue
         if cause.unless is not None and cause.unless.search(text):
             continue
-        start = text.rfind("\n", 0, hit.start()) + 1
+        position = hit.start("line") if "line" in cause.pattern.groupindex else hit.start()
+        start = text.rfind("\n", 0, position) + 1
         # On one line the entry that also knows its surroundings says more.
-        order = (int(cause.rank), start, cause.near is None, number)
-        found.append((order, _match(cause, text, hit.start())))
-    return [m for _, m in sorted(found, key=lambda pair: pair[0])]
+        alone = cause.near is None and "line" not in cause.pattern.groupindex
+        order = (int(cause.rank), start, alone, number)
+        found.append((order, _match(cause, text, position)))
+    return _without_doubles(sorted(found, key=lambda pair: pair[0]))
+
+
+def _without_doubles(found: list[tuple[tuple[int, int, bool, int], Match]]) -> list[Match]:
+    """The matches in their order; of what is known by the exception alone, one for each line."""
+    seen: set[int] = set()
+    kept = []
+    for (_, start, _, _), told in found:
+        if told.rank is Rank.TRACE:
+            if start in seen:
+                continue
+            seen.add(start)
+        kept.append(told)
+    return kept
 
 
 def _told_once(text: str) -> str:

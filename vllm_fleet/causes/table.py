@@ -14,6 +14,14 @@ import yaml
 WHERE = ("engine", "cuda", "nccl", "systemd", "nginx", "modelscope", "client", "install")
 VERSION = re.compile(r"^\d+(\.\d+)*$")
 
+# A frame of a traceback in a file of this path, and the exception not far below it: there may be
+# frames of libraries between, and lines of other ranks. What only points to a cause above is none.
+_FRAME = (
+    r'File "[^"\n]*(?:{path})[^"\n]*", line \d+, in .*\n(?:.*\n){{0,10}}?'
+    r"(?P<line>(?:^|.*(?<!raise)(?<!xcept)[ \t])(?:\w+\.)*\w*(?:Error|Exception)\b(?:: (?!{points}).*)?$)"
+)
+_POINTS_UP = "Engine core init|Worker failed with|WorkerProc init|EngineCore enc|Executor failed"
+
 
 class Rank(IntEnum):
     """How near a line stands to the cause: roots are named first, generic last lines last."""
@@ -30,7 +38,10 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Cause:
-    """One known failure. `near` must occur somewhere in the same text, `unless` must not."""
+    """One known failure. `near` must occur somewhere in the same text, `unless` must not.
+
+    Where the pattern has a group `line`, that is what tells of the cause, else all of it.
+    """
 
     id: str
     pattern: re.Pattern[str]
@@ -83,7 +94,8 @@ def parse(text: str) -> tuple[Cause, ...]:
 
 
 def _entry(entry: dict[str, Any], name: str) -> Cause:
-    known = {"id", "pattern", "where", "cause", "remedy", "source"}
+    found = "frame" if "frame" in entry else "pattern"
+    known = {"id", found, "where", "cause", "remedy", "source"}
     optional = {"rank", "near", "unless", "since", "before"}
     if missing := known - set(entry):
         raise TableError(f"{name}: {', '.join(sorted(missing))}: missing")
@@ -104,7 +116,7 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
             raise TableError(f"{name}: {key}: not a version")
     return Cause(
         id=entry["id"],
-        pattern=_pattern(entry, "pattern", name),
+        pattern=_frame(entry, name) if found == "frame" else _pattern(entry, "pattern", name),
         where=entry["where"],
         cause=entry["cause"].strip(),
         remedy=entry["remedy"].strip(),
@@ -115,6 +127,11 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
         since=parse_version(entry["since"]) if "since" in entry else None,
         before=parse_version(entry["before"]) if "before" in entry else None,
     )
+
+
+def _frame(entry: dict[str, Any], name: str) -> re.Pattern[str]:
+    path = _pattern(entry, "frame", name).pattern
+    return re.compile(_FRAME.format(path=path, points=_POINTS_UP), re.MULTILINE)
 
 
 def _pattern(entry: dict[str, Any], key: str, name: str) -> re.Pattern[str]:
