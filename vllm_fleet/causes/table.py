@@ -18,7 +18,8 @@ VERSION = re.compile(r"^\d+(\.\d+)*$")
 # frames of libraries between, and lines of other ranks. What only points to a cause above is none.
 _FRAME = (
     r'File "[^"\n]*(?:{path})[^"\n]*", line \d+, in .*\n(?:.*\n){{0,10}}?'
-    r"(?P<line>(?:^|.*(?<!raise)(?<!xcept)[ \t])(?:\w+\.)*\w*(?:Error|Exception)\b(?:: (?!{points}).*)?$)"
+    r"(?P<line>(?:^|.*(?<!raise)(?<!xcept)[ \t])(?:\w+\.)*\w*(?:Error|Exception)\b"
+    r"(?:: (?!{points}).*)?$)"
 )
 _POINTS_UP = "Engine core init|Worker failed with|WorkerProc init|EngineCore enc|Executor failed"
 

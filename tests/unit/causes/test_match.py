@@ -138,6 +138,8 @@ ENTRY = "- {id: a, pattern: 'x', where: engine, cause: c, remedy: r, source: s}\
         (ENTRY.replace("where: engine", "where: moon"), "a: where: one of"),
         (ENTRY.replace("'x'", "'('"), "a: pattern: "),
         (ENTRY.replace("'x'", "'x*'"), "a: pattern: matches everything"),
+        (ENTRY.replace("pattern: 'x'", "frame: '('"), "a: frame: "),
+        (ENTRY.replace("pattern: 'x'", "pattern: 'x', frame: 'y'"), "a: pattern: unknown key"),
         (ENTRY.replace("source: s", "source: s, rank: top"), "a: rank: root, symptom, trace or"),
         (ENTRY.replace("source: s", "source: s, since: 'v1'"), "a: since: not a version"),
         (ENTRY.replace("source: s", "source: s, sorce: t"), "a: sorce: unknown key"),
@@ -147,6 +149,32 @@ ENTRY = "- {id: a, pattern: 'x', where: engine, cause: c, remedy: r, source: s}\
 def test_a_wrong_table_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(TableError, match=complaint):
         parse(text)
+
+
+def _frame(rank: int, path: str, source: str) -> str:
+    head = f"(Worker_TP{rank} pid=4{rank}) ERROR 11-04 [multiproc_executor.py:711] "
+    return f'{head}  File "/opt/v/vllm/{path}", line 12, in f\n{head}    {source}\n'
+
+
+def test_an_exception_is_known_by_the_file_that_it_comes_from() -> None:
+    quantisation = "model_executor/layers/quantization/fp8.py"
+    error = "(Worker_TP{}) ERROR [x.py:1] ValueError: the moon is too bright\n"
+    text = _frame(0, "v1/worker/gpu_worker.py", "self.load()")
+    text += _frame(0, quantisation, "raise ValueError(") + error.format(0)
+    (found,) = match(text)
+    assert (found.id, found.rank) == ("quantisation-refused", Rank.TRACE)
+    assert found.line.endswith("ValueError: the moon is too bright")
+    # Several ranks print at once, and libraries stand between.
+    two = _frame(0, quantisation, "raise ValueError(") + _frame(1, "v1/x.py", "raise ValueError(")
+    assert match(two + error.format(0) + error.format(1))[0].id == "quantisation-refused"
+    # A known line is a better answer, and what only points upwards is none.
+    known = match(text + "ValueError: No available memory for the cache blocks.\n")
+    assert [m.id for m in known] == ["no-kv-memory", "quantisation-refused"]
+    points = "RuntimeError: Worker failed with error 'a', please check the stack trace above\n"
+    (only,) = match(_frame(0, "v1/executor/multiproc_executor.py", "raise RuntimeError(") + points)
+    assert only.rank is Rank.GENERIC
+    # A traceback that was cut off before its exception tells nothing.
+    assert match(_frame(0, quantisation, "raise ValueError(")) == []
 
 
 def test_the_last_error_in_words_of_its_own_is_told() -> None:
