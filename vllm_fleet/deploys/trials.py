@@ -163,7 +163,8 @@ def _candidates(plan: HostPlan, planned: PlannedInstance, compared: Comparison) 
         }
         found.append(Candidate(name, version, one.port))
     if reasons:
-        raise DeployError("nothing was changed:\n" + "\n".join(reasons))
+        told = [f"{asked('configurations')}: configurations: {reason}" for reason in reasons]
+        raise DeployError("nothing was changed:\n" + "\n".join(told))
     return found
 
 

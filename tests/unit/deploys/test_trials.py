@@ -111,9 +111,9 @@ def test_the_last_ready_instance_of_a_pool(operator: Operator) -> None:
     [
         ("no file", "configurations.yml: No such file"),
         ("wrong key", "configurations: a: dtype: unknown"),
-        ("no cards", "b: "),
-        ("no option", "b: --max-num-sequences"),
-        ("no value of it", "b: --kv-cache-dtype"),
+        ("no cards", "configurations.yml: configurations: b: "),
+        ("no option", "configurations.yml: configurations: b: --max-num-sequences"),
+        ("no value of it", "configurations.yml: configurations: b: --kv-cache-dtype"),
         ("no generator", "fleet bench needs GuideLLM"),
         ("cut off", "was cut off: run upgrade.py"),
         ("unknown", "no instance gpu-7/a takes part; there is @fake/gpu-3/a, @fake/gpu-1/a"),
