@@ -34,9 +34,10 @@ demo-down: $(VENV)/.ready ## Remove the demo's hosts and restore this machine; c
 check: $(VENV)/.ready check-code ## Lint, types, unit tests: under a minute, no root
 	$(PY) -m pytest -q -n 2 -m 'not integration and not deploys and not slow' tests/unit
 
-# Two at a time: tests on hosts mostly wait, those of the gateway and the units mostly compute, then
-# an upgrade is killed on hosts of its own. What the second says is shown when it has ended.
+# Two at a time: tests on hosts mostly wait, what needs no host mostly computes; then an upgrade is
+# killed on hosts of its own. What the second says is shown when it has ended.
 ALONE := $(filter-out %_certificate.py,$(wildcard tests/integration/test_gateway_*.py)) \
+  $(wildcard tests/integration/test_release_*.py tests/integration/test_weights_*.py) \
   tests/integration/test_benchmark_gateway.py
 KILLED := tests/integration/test_rolling_killed.py
 ALONE_SAID := .testbed/test-alone.log
@@ -45,7 +46,7 @@ test: $(VENV)/.ready check-code test-packages ## Everything that CI runs: check,
 	@mkdir -p .testbed; \
 	$(MAKE) --no-print-directory test-alone >$(ALONE_SAID) 2>&1 & alone=$$!; \
 	trap 'kill $$alone 2>/dev/null || true' EXIT; \
-	echo "units, gateway, a killed upgrade: see $(ALONE_SAID)"; failed=0; \
+	echo "units, gateway, releases, weights, a killed upgrade: see $(ALONE_SAID)"; failed=0; \
 	$(MAKE) --no-print-directory test-hosts || failed=1; \
 	wait $$alone || failed=1; cat $(ALONE_SAID); exit $$failed
 

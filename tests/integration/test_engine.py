@@ -175,7 +175,7 @@ def test_stop_drains_streams(server: Server, tmp_path: Path) -> None:
     warming = server.script("warmup")
     assert warming.wait(START_SECONDS) == 0
     # All in the batch at once (max-num-seqs), so that each has begun when the stop comes.
-    answers = [tmp_path / f"answer-{number}" for number in range(8)]
+    answers = [tmp_path / f"answer-{number}" for number in range(4)]
     body = json.dumps(chat(LONG_ANSWER, stream=True, ignore_eos=True))
     url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
     clients = [
