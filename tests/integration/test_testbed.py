@@ -164,3 +164,39 @@ def test_what_a_killed_run_left_is_removed(empty_bed: Bed, other_root: Path, mom
     assert not (again._cgroups()).exists()
     assert run(["ps", "-eo", "args"]).stdout.count(str(other_root)) == 0
     assert sorted(p.name for p in other_root.iterdir() if p.is_dir()) == []
+
+
+_NET = """
+import sys
+from pathlib import Path
+from tests.testbed.bed import Bed
+bed = Bed(Path(sys.argv[1]), Path(sys.argv[2]), say=lambda _: None)
+sys.stdin.readline()
+bed.up([], serve=(), uplink=False)
+print(bed.net.second)
+"""
+
+
+def test_beds_made_at_the_same_moment_get_networks_of_their_own(tmp_path: Path) -> None:
+    roots = [tmp_path / f"bed{number}" for number in range(4)]
+    try:
+        beds = [
+            subprocess.Popen(
+                [sys.executable, "-c", _NET, str(root), str(CACHE)],
+                cwd=REPO,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for root in roots
+        ]
+        for one in beds:
+            assert one.stdin is not None
+            one.stdin.write("go\n")
+            one.stdin.flush()
+        nets = [one.communicate(timeout=60)[0].strip() for one in beds]
+        assert all(nets)
+        assert len(set(nets)) == len(nets), nets
+    finally:
+        for root in roots:
+            Bed(root, CACHE).down()

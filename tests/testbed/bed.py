@@ -38,6 +38,7 @@ _OUTER_PACKAGES = {
     "nft": "nftables",
     "unshare": "util-linux",
 }
+_NETWORKS = Path("/run/vllm-fleet-testbed.networks.lock")  # of all beds on this machine
 _INOTIFY_INSTANCES = 8192  # of all hosts together; the usual 128 is used up by about ten
 
 Say = Callable[[str], None]
@@ -201,17 +202,18 @@ class Bed:
         wheels.download([lock, wheels.TOOLS_LOCK], self.cache / "wheels", python, self.say)
 
     def _ensure_fabric(self, uplink: bool) -> None:
-        fresh = not self.fabric.exists() or "net" not in self._state
-        if fresh:
-            self._sweep()
-            routes = run(["ip", "-4", "route", "show", "table", "all"]).stdout
-            net = outer.free_net(outer.taken_networks(routes, _read("/etc/resolv.conf")))
-            if net is None:
-                raise BedError("every network 10.x.0.0/24 is in use on this machine")
-            self._state = {"tag": self.tag, "net": net.second, "hosts": {}, "services": {}}
-        self._save()  # before anything is made or changed outside
-        self._settings.raise_to("fs.inotify.max_user_instances", _INOTIFY_INSTANCES, self.tag)
-        self.fabric.up()
+        # A network that was chosen is seen to be taken once it is there.
+        with self._locked(_NETWORKS):
+            if not self.fabric.exists() or "net" not in self._state:
+                self._sweep()
+                routes = run(["ip", "-4", "route", "show", "table", "all"]).stdout
+                net = outer.free_net(outer.taken_networks(routes, _read("/etc/resolv.conf")))
+                if net is None:
+                    raise BedError("every network 10.x.0.0/24 is in use on this machine")
+                self._state = {"tag": self.tag, "net": net.second, "hosts": {}, "services": {}}
+            self._save()  # before anything is made or changed outside
+            self._settings.raise_to("fs.inotify.max_user_instances", _INOTIFY_INSTANCES, self.tag)
+            self.fabric.up()
         if uplink:
             why_not = self.fabric.uplink_up(self._settings)
             self._state["uplink"] = why_not or "on"
