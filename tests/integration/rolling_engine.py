@@ -51,6 +51,19 @@ def make_real(
     return fleet
 
 
+def one_pool(bed: Bed, folder: Path) -> RollingFleet:
+    """Two hosts, on each an instance of the one pool that there is."""
+    hosts = ("roll-3", "roll-1")  # as declared: against the alphabet
+
+    def settings(values: dict[str, Any]) -> None:
+        values["models"] = {MANY: values["models"][MANY]}
+        values["instances"] = [{"name": "a", "hosts": [*hosts], "model": MANY, "port": 8001}]
+
+    fleet = make_real(bed, folder, settings, hosts)
+    fleet.instances, fleet.models = tuple(f"{host}/a" for host in hosts), (MANY,)
+    return fleet
+
+
 def wants_patched(
     fleet: RollingFleet, version: str, patch: patched.Patch, **changes: object
 ) -> None:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.integration.rolling import (
-    INSTANCES,
-    RollingFleet,
-    deployed,
-    make,
-    real,
-)
+from tests.integration.rolling import RollingFleet, deployed
+from tests.integration.rolling_engine import NEW, one_pool
 from tests.integration.test_bench import bench, running
 from tests.testbed.bed import Bed
 
@@ -31,17 +25,15 @@ configurations:
 
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
-    """Five engines of two pools."""
-    fleet = make(empty_bed, tmp_path_factory.mktemp("real"), partial(real, empty_bed))
-    fleet.stand_in = False
-    with deployed(fleet, "0.32.0"):
+    """Two engines of one pool."""
+    with deployed(one_pool(empty_bed, tmp_path_factory.mktemp("real")), NEW) as fleet:
         yield fleet
 
 
 def test_two_configurations_counted_as_the_engine_counts(
     fleet: RollingFleet, guidellm: str, tmp_path: Path
 ) -> None:
-    mine = INSTANCES[0]
+    mine = fleet.instances[0]
     before = running(fleet, mine)
     said = bench(fleet, guidellm, tmp_path, mine, FILE)
     print(said)

@@ -8,34 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.integration import patched
-from tests.integration.rolling import MANY, RollingFleet, deployed, tried
-from tests.integration.rolling_engine import NEW, kept_serving, make_real, wants_patched, watched
+from tests.integration.rolling import RollingFleet, deployed, tried
+from tests.integration.rolling_engine import NEW, kept_serving, one_pool, wants_patched, watched
 from tests.stubs.gateway import wait_for
 from tests.testbed.bed import Bed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1800)]
 
-HOSTS = ("roll-3", "roll-1")  # as declared: against the alphabet
-CANARY, OTHER = "roll-3/a", "roll-1/a"
-
-
-def one_pool(values: dict[str, Any]) -> None:
-    """One instance on each host."""
-    values["models"] = {MANY: values["models"][MANY]}
-    values["instances"] = [{"name": "a", "hosts": [*HOSTS], "model": MANY, "port": 8001}]
-
 
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """Two engines of one pool."""
-    fleet = make_real(empty_bed, tmp_path_factory.mktemp("worse"), one_pool, HOSTS)
-    fleet.instances, fleet.models = (CANARY, OTHER), (MANY,)
-    with deployed(fleet, NEW):
+    with deployed(one_pool(empty_bed, tmp_path_factory.mktemp("worse")), NEW) as fleet:
         yield fleet
 
 
@@ -61,24 +49,25 @@ WORSE: dict[str, tuple[patched.Patch, str, dict[str, int]]] = {
 @pytest.mark.parametrize("how", WORSE)
 def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet, how: str) -> None:
     patch, cause, changes = WORSE[how]
+    canary, other = fleet.instances
     wants_patched(fleet, f"0.32.{11 + [*WORSE].index(how)}", patch, **changes)
-    before = fleet.invocation(OTHER)
+    before = fleet.invocation(other)
     with watched(fleet) as seen:
         done = fleet.run("upgrade.py")
         # An option is missed within seconds: the load goes on until it says something.
         wait_for(lambda: len(seen.load.answers) > 20, 120, 1)
-    said = [line for line in done.stdout.splitlines() if CANARY in line or "refuse" in line]
+    said = [line for line in done.stdout.splitlines() if canary in line or "refuse" in line]
     print(how, *said, sep="\n  ")
     assert done.returncode == 1, done.stdout
     assert re.search(cause, done.stdout), done.stdout
     assert set(fleet.releases().values()) == {NEW}
-    assert fleet.invocation(OTHER) == before
+    assert fleet.invocation(other) == before
     if how != "an option less":
-        assert f"{CANARY}: the new version was refused, the last good one serves" in done.stdout
+        assert f"{canary}: the new version was refused, the last good one serves" in done.stdout
     if how == "crashes":
         by_id = {line["request_id"]: tried(line) for line in fleet.access_log(seen.began)}
         print(f"{len(seen.load.answers)} requests, {len(seen.load.bad)} failed")
-        assert all(by_id.get(one.id, [""])[-1] == CANARY for one in seen.load.bad)
+        assert all(by_id.get(one.id, [""])[-1] == canary for one in seen.load.bad)
     else:
         kept_serving(fleet, seen)
 
