@@ -144,7 +144,10 @@ WORSE = {
     "3 times slower": (Behaviour(tokens_per_second=66), "tokens a second"),
     "half the KV": (Behaviour(kv_tokens=50_000, kv_gib=0.5), "KV cache"),
     "an option less": (Behaviour(removed=("--dtype",)), "unrecognized arguments: --dtype"),
-    "crashes": (Behaviour(crash_seconds=2), "is not ready any more|ended and was started"),
+    "crashes": (
+        Behaviour(crash_seconds=2),
+        "is not ready any more|ended and was started|does not run the staged version any more",
+    ),
 }
 
 
