@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.cards.made import matrix, uniform
-from tests.unit.doctor.sound import answer
+from tests.unit.doctor.sound import answers
 from tests.unit.fleets import settled, state
 from vllm_fleet.plan import plan_fleet
 from vllm_fleet.spec.inputs import read_inputs
@@ -123,10 +123,10 @@ def settle(root: Path) -> dict[str, HostState]:
     found = {
         name: HostState(**{**asdict(states[name]), **settled(plan)}) for name, plan in plans.items()
     }
+    said = answers(fleet, inputs)
     for name, one in found.items():
         path = root / "states" / f"{name.removeprefix(PREFIX)}.json"
         path.write_text(json.dumps(asdict(one)))
-        said = answer(fleet, name) | {"time": time.time()}
-        path = root / "answers" / f"{name.removeprefix(PREFIX)}.json"
-        path.write_text(f"result {json.dumps(said)}")
+        path = root / "answers" / path.name
+        path.write_text(f"result {json.dumps(said[name] | {'time': time.time()})}")
     return found

@@ -14,8 +14,8 @@ from vllm_fleet.doctor.case import Case
 from vllm_fleet.doctor.questions import question, served_names
 from vllm_fleet.host_plan import HostPlan
 from vllm_fleet.plan import plan_fleet
-from vllm_fleet.spec.inputs import read_inputs
-from vllm_fleet.spec.model import Fleet
+from vllm_fleet.spec.inputs import Inputs, read_inputs
+from vllm_fleet.spec.model import Fleet, HostSpec
 from vllm_fleet.state import HostState
 
 NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
@@ -41,7 +41,7 @@ def sound(root: Path, keys: str = KEYS, **group_vars: str) -> Case:
         fleet=made,
         inputs=inputs,
         states=there,
-        answers={spec.name: answer(made, spec.name) for spec in made.hosts},
+        answers=answers(made, inputs),
         asked_at={spec.name: (CLOCK - 1, CLOCK + 1) for spec in made.hosts},
         now=NOW,
     )
@@ -110,10 +110,15 @@ def deployed(plan: HostPlan) -> HostState:
     )
 
 
-def answer(made: Fleet, name: str) -> dict[str, Any]:
-    """What onhost/doctor.py prints on a sound host."""
-    spec = made.host(name)
+def answers(made: Fleet, inputs: Inputs) -> dict[str, dict[str, Any]]:
+    """What onhost/doctor.py prints on each host, which all are sound."""
     names = served_names(made)
+    return {spec.name: _answer(made, spec, inputs, names) for spec in made.hosts}
+
+
+def _answer(
+    made: Fleet, spec: HostSpec, inputs: Inputs, names: dict[str, set[str]]
+) -> dict[str, Any]:
     found: dict[str, Any] = {
         "time": CLOCK,
         "strangers": [],
@@ -126,7 +131,7 @@ def answer(made: Fleet, name: str) -> dict[str, Any]:
         "gateway": None,
         "prometheus": None,
     }
-    order = question(made, spec, read_inputs(made), NOW)
+    order = question(made, spec, inputs, NOW)
     for one in order["instances"]:
         found["instances"][one["name"]] = {
             "script_names": sorted(names[one["model"]]),
