@@ -343,6 +343,15 @@ def holds(test: str) -> str:
     return f"for i in $(seq 15000); do if {test}; then exit 0; fi; sleep 0.05; done; exit 1"
 
 
+def kept_serving(fleet: RollingFleet, seen: Watched) -> None:
+    """Whether no request failed, none went to an instance that was out, and pools kept serving."""
+    print(f"{len(seen.load.answers)} requests, {len(seen.load.bad)} failed")
+    assert len(seen.load.answers) > 20
+    assert not seen.load.bad, told(seen.load.bad)
+    assert fleet.answers_while_out(seen) == []
+    assert seen.most_out(MANY) <= 1
+
+
 def told(answers: list[Answer]) -> str:
     """Answers that were no good, for the message of a failed test."""
     return "\n".join(map(str, answers[:5]))

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tests.integration import patched
-from tests.integration.rolling import HOSTS, MANY, RollingFleet, Watched, make, real, told
+from tests.integration.rolling import HOSTS, MANY, RollingFleet, Watched, make, real
 from tests.testbed import base, wheels
 from tests.testbed.bed import Bed
 from vllm_fleet import release
@@ -95,12 +95,3 @@ def wants_patched(
 def watched(fleet: RollingFleet) -> AbstractContextManager[Watched]:
     """The mixed load that five engines on two cores bear beside a start."""
     return fleet.watched(rate=0.5, tokens=(4, 4, 24))
-
-
-def kept_serving(fleet: RollingFleet, seen: Watched) -> None:
-    """Whether no request failed, none went to an instance that was out, and pools kept serving."""
-    print(f"{len(seen.load.answers)} requests, {len(seen.load.bad)} failed")
-    assert len(seen.load.answers) > 20
-    assert not seen.load.bad, told(seen.load.bad)
-    assert fleet.answers_while_out(seen) == []
-    assert seen.most_out(MANY) <= 1

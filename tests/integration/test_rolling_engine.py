@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.operators import changes
-from tests.integration.rolling import INSTANCES, RollingFleet, deployed
-from tests.integration.rolling_engine import NEW, OLD, kept_serving, make_real, watched
+from tests.integration.rolling import INSTANCES, RollingFleet, deployed, kept_serving
+from tests.integration.rolling_engine import NEW, OLD, make_real, watched
 from tests.testbed.bed import Bed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
@@ -23,8 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """Five engines of two pools that serve the older version."""
-    fleet = make_real(empty_bed, tmp_path_factory.mktemp("real"))
-    with deployed(fleet, OLD):
+    with deployed(make_real(empty_bed, tmp_path_factory.mktemp("real")), OLD) as fleet:
         yield fleet
 
 

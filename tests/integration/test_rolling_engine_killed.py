@@ -10,14 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration import patched
-from tests.integration.rolling import INSTANCES, MOMENTS, RollingFleet, deployed
-from tests.integration.rolling_engine import (
-    NEW,
-    kept_serving,
-    make_real,
-    wants_patched,
-    watched,
-)
+from tests.integration.rolling import INSTANCES, MOMENTS, RollingFleet, deployed, kept_serving
+from tests.integration.rolling_engine import NEW, make_real, wants_patched, watched
 from tests.testbed.bed import Bed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
@@ -26,8 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """Five engines of two pools."""
-    fleet = make_real(empty_bed, tmp_path_factory.mktemp("killed"))
-    with deployed(fleet, NEW):
+    with deployed(make_real(empty_bed, tmp_path_factory.mktemp("killed")), NEW) as fleet:
         yield fleet
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration import patched
-from tests.integration.rolling import RollingFleet, deployed, tried
-from tests.integration.rolling_engine import NEW, kept_serving, one_pool, wants_patched, watched
+from tests.integration.rolling import RollingFleet, deployed, kept_serving, tried
+from tests.integration.rolling_engine import NEW, one_pool, wants_patched, watched
 from tests.stubs.gateway import wait_for
 from tests.testbed.bed import Bed
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.rolling import INSTANCES, MANY, RollingFleet, deployed, make, told
+from tests.integration.rolling import INSTANCES, RollingFleet, deployed, kept_serving, make
 from tests.testbed.bed import Bed
 from tests.testbed.standin_wheel import Behaviour
 
@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def fleet(empty_bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingFleet]:
     """Three hosts that serve 0.31.0."""
-    fleet = make(empty_bed, tmp_path_factory.mktemp("killed"))
-    with deployed(fleet, "0.31.0"):
+    with deployed(make(empty_bed, tmp_path_factory.mktemp("killed")), "0.31.0") as fleet:
         yield fleet
 
 
@@ -29,9 +28,6 @@ def test_killed_anywhere_a_second_run_ends_it(fleet: RollingFleet) -> None:
     with fleet.watched() as watched:
         fleet.killed_at_every_moment("upgrade.py")
     assert fleet.releases() == dict.fromkeys(INSTANCES, "0.32.2")
-    print(f"{len(watched.load.answers)} requests, {len(watched.load.bad)} failed")
-    assert not watched.load.bad, told(watched.load.bad)
+    kept_serving(fleet, watched)
     assert len(watched.load.answers) > 100
-    assert fleet.answers_while_out(watched) == []
-    assert watched.most_out(MANY) <= 1
     assert all(fleet.record(name)["step"] is None for name in INSTANCES)
