@@ -30,8 +30,6 @@ from vllm_fleet.bench.measure import measure  # noqa: E402
 
 BOUND = 0.05
 MEANS = {"first_token": "TTFT", "between_tokens": "ITL", "whole": "answer"}
-
-
 WORD = re.compile("[A-Za-z]{2,}")
 MOST_WORDS = 500  # vLLM takes a list of them with every request
 
@@ -55,6 +53,8 @@ def main() -> int:
     parser.add_argument("--words", action="store_true", help="answers of words alone")
     parser.add_argument("--out", help="keep the generator's report here")
     args = parser.parse_args()
+    if args.words and not args.tokenizer:
+        parser.error("--words needs --tokenizer DIR: the words are chosen from its vocabulary")
     load = Load(
         args.url,
         args.model,

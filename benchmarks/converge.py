@@ -129,7 +129,7 @@ def pyinfra(root: Path, inventory: str) -> Run:
     return timed(words, root)
 
 
-def fleet(command: str, root: Path) -> Run:
+def fleet_command(command: str, root: Path) -> Run:
     """`fleet status` or `fleet doctor` of the same hosts."""
     code = "from vllm_fleet.cli import main; main()"
     return timed([sys.executable, "-c", code, command, "inventory/prod.py"], root)
@@ -382,7 +382,7 @@ def fake(sizes: Sequence[int], rounds: int, folder: Path) -> dict[int, dict[str,
             shutil.copy(HERE.parent / name, root)
         found[size] = vars(median(rounds, partial(pyinfra, root, "prod")))
         for command in ("status", "doctor"):
-            found[size][command] = median(rounds, partial(fleet, command, root)).seconds
+            found[size][command] = median(rounds, partial(fleet_command, command, root)).seconds
         print(f"{size} fake hosts: {json.dumps(found[size])}", file=sys.stderr)
     return found
 

@@ -54,11 +54,11 @@ def match(text: str, version: str | None = None) -> list[Match]:
             continue
         if cause.unless is not None and cause.unless.search(text):
             continue
-        position = hit.start("line") if "line" in cause.pattern.groupindex else hit.start()
+        framed = "line" in cause.pattern.groupindex
+        position = hit.start("line") if framed else hit.start()
         start = text.rfind("\n", 0, position) + 1
         # On one line the entry that also knows its surroundings says more.
-        alone = cause.near is None and "line" not in cause.pattern.groupindex
-        order = (int(cause.rank), start, alone, number)
+        order = (int(cause.rank), start, cause.near is None and not framed, number)
         found.append((order, _match(cause, text, position)))
     return _without_doubles(sorted(found, key=lambda pair: pair[0]))
 
