@@ -46,7 +46,10 @@ def test_two_configurations_counted_as_the_engine_counts(
         for level in one["levels"]:
             # The probes of the host's own timer are answered meanwhile: the engine counts them.
             assert level["success"] == 1.0
-            assert level["answered"] in (19, 20)  # GuideLLM 0.8.1 may tell nothing of one
-            assert level["tokens_out"] == level["answered"] * 32
+            # GuideLLM 0.8.1 may tell nothing of one request: then this is said.
+            lost = f"At {level['streams']} streams GuideLLM tells of 19 of 20 requests"
+            asked = 19 if any(note.startswith(lost) for note in one["notes"]) else 20
+            assert level["answered"] == asked
+            assert level["tokens_out"] == asked * 32
             assert level["engine"]["tokens_out"] >= level["tokens_out"]
             assert level["engine"]["tokens_in"] >= level["tokens_in"]
