@@ -144,10 +144,7 @@ WORSE = {
     "3 times slower": (Behaviour(tokens_per_second=66), "tokens a second"),
     "half the KV": (Behaviour(kv_tokens=50_000, kv_gib=0.5), "KV cache"),
     "an option less": (Behaviour(removed=("--dtype",)), "unrecognized arguments: --dtype"),
-    "crashes": (
-        Behaviour(crash_seconds=2),
-        "is not ready any more|ended and was started|does not run the staged version any more",
-    ),
+    "crashes": (Behaviour(crash_seconds=2), "is not ready any more|ended and was started"),
 }
 
 
@@ -156,12 +153,11 @@ def test_a_worse_version_stops_at_the_canary_which_goes_back(fleet: RollingFleet
     behaviour, cause = WORSE[how]
     version = f"0.31.{1 + [*WORSE].index(how)}"
     fleet.wants(version, behaviour)
-    before = fleet.releases()
     with fleet.watched() as watched:
         done = fleet.run("upgrade.py")
     assert done.returncode == 1, done.stdout
     assert re.search(cause, done.stdout), done.stdout
-    assert fleet.releases() == before
+    assert fleet.releases() == OLD
     canary = INSTANCES[0]
     if how != "an option less":
         assert f"{canary}: the new version was refused, the last good one serves" in done.stdout

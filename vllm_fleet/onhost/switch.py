@@ -524,7 +524,9 @@ def accept(order: Json) -> Json:
     name = order["instance"]
     record, now = ledger.read_record(name), running(name)
     staged = record["next"]
-    if staged is None or not now["active"] or now["checksum"] != staged["checksum"]:
+    if not now["active"]:
+        raise Refused("is not ready any more (%s)" % now["state"])
+    if staged is None or now["checksum"] != staged["checksum"]:
         raise Refused("does not run the staged version any more")
     good = {
         **staged,

@@ -169,6 +169,21 @@ def test_what_was_never_accepted_is_not_taken_for_good(host: Host) -> None:
     assert [good["release"] for good in record()["goods"]] == ["0.33", "0.31"]
 
 
+def test_what_ended_or_was_changed_before_its_acceptance_is_not_accepted(host: Host) -> None:
+    old, new = host.version("0.31"), host.version("0.32")
+    host.deploy(old)
+    host.do("stage", pool="glm", next=new)
+    host.do("begin", run="r1", pool="glm", drained=False, seconds=600)
+    host.do("switch", to=new["checksum"], seconds=60)
+    host.stop()
+    with pytest.raises(ledger.Refused, match=r"is not ready any more \(inactive"):
+        host.do("accept", run="r1")
+    host.deploy(old)  # by hand
+    with pytest.raises(ledger.Refused, match="does not run the staged version any more"):
+        host.do("accept", run="r1")
+    assert [good["release"] for good in record()["goods"]] == ["0.31"]
+
+
 def test_what_is_missing_is_refused_before_anything_is_touched(host: Host) -> None:
     old, new = host.version("0.31"), host.version("0.32")
     host.deploy(old)
