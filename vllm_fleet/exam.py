@@ -147,8 +147,16 @@ def cards_wanted(
 
 def described(process: Process) -> str:
     """A process for a message: who, what, where it belongs."""
+    if not is_seen(process):
+        number = f" (pid {process['pid']} there)" if process["pid"] else ""
+        return f"a process that this host does not show, the kernel's or a container's{number}"
     unit = f", unit {process['unit']}" if process.get("unit") else ", outside any unit"
     return f"pid {process['pid']} of {process['user']}{unit}: {process['command'] or '?'}"
+
+
+def is_seen(process: Process) -> bool:
+    """Whether the host itself shows a process; else its pid means nothing there."""
+    return bool(process["pid"]) and process["user"] != "?"
 
 
 def is_ours(process: Process) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vllm_fleet import watch
 from vllm_fleet.doctor.case import Case, Finding, Json
-from vllm_fleet.exam import described, is_ours
+from vllm_fleet.exam import described, is_ours, is_seen
 from vllm_fleet.host_plan import HostPlan, Service
 from vllm_fleet.spec.model import HostSpec
 from vllm_fleet.state import HostState, Process
@@ -85,12 +85,13 @@ def _exam(case: Case, spec: HostSpec, state: HostState) -> Iterator[Finding]:
         note = verdict.remedy
         if word == "port":
             holder = state.listening[verdict.what.split()[1]]
-            commands, note = (_end(case, spec.name, holder),), "or choose another port"
+            if is_seen(holder):
+                commands, note = (_end(case, spec.name, holder),), "or choose another port"
         elif word == "card" and "is held by" in verdict.detail:
             found = "card-memory-taken"
             pid = re.search(r"\bpid (\d+)\b", verdict.detail)
             holders = {str(h["pid"]): h for h in state.cards.get("holders") or ()}
-            if pid and pid[1] in holders:
+            if pid and pid[1] in holders and is_seen(holders[pid[1]]):
                 commands = (_end(case, spec.name, holders[pid[1]]),)
         elif word == "persistence":
             commands = (case.ssh(spec.name, "systemctl enable --now nvidia-persistenced"),)

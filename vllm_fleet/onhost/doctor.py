@@ -105,7 +105,7 @@ def strangers(table: Mapping[int, Tuple[int, str]]) -> List[Json]:
         if program in SPEAKERS:
             continue
         one = state.process(pid)
-        if str(one["unit"]).startswith("vllm@"):
+        if one is None or str(one["unit"]).startswith("vllm@"):
             continue
         found[pid] = {**one, "kind": "server" if server else "engine"}
     servers = {pid for pid, one in found.items() if one["kind"] == "server"}

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 OPT = "/opt/vllm"
 STATE = "/var/lib/vllm"
@@ -69,6 +69,8 @@ CARD_SECONDS = 20  # a driver that hangs must not hang the deploy
 OTHER_SECONDS = 20
 KERNEL_LINES = 60
 CONFIG_BYTES = 512 * 1024
+LISTENING_LOOKS = 3
+LISTENING_PAUSE_SECONDS = 0.1
 
 
 def output(*command: str, seconds: float = OTHER_SECONDS) -> Tuple[int, str, str]:
@@ -225,34 +227,66 @@ def unit_of(pid: int) -> Optional[str]:
     return None
 
 
-def process(pid: int) -> Dict[str, Any]:
-    """Who a process is: pid, user, command line (cut), unit, session."""
+def process(pid: int) -> Optional[Dict[str, Any]]:
+    """Who a process is: pid, user, command line (cut), unit, session; None once it has ended."""
     try:
         user = owner(os.stat(f"/proc/{pid}").st_uid, 0)[0]
     except OSError:
-        user = "?"
+        return None
     command = (read(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
     session = None
     with contextlib.suppress(OSError):
         session = os.getsid(pid)
     found = {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
-    return {**found, "session": session}
+    # Read in parts: of one that ended on the way, the unit is missing, and it would be a stranger.
+    return {**found, "session": session} if runs(pid) else None
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    fields = (read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def unseen(pid: int = 0) -> Dict[str, Any]:
+    """A process that this host does not show: the kernel's own, or a container's."""
+    return {"pid": pid, "user": "?", "command": "?", "unit": None, "session": None}
 
 
 def listening() -> Dict[str, Dict[str, Any]]:
-    """Processes that listen on TCP, by port (as text, since JSON keys are)."""
-    ports: Dict[str, int] = {}
+    """Processes that listen on TCP, by port (as text, since JSON keys are).
+
+    Sockets and processes are read one after the other: who ends between the two leaves a socket
+    without a process. One is nobody's only where every look finds it, and none its process.
+    """
+    nobodys: Set[str] = set()
+    for look in range(LISTENING_LOOKS):
+        time.sleep(LISTENING_PAUSE_SECONDS if look else 0)
+        ports = listening_sockets()
+        found = holders(ports)
+        missed = {inode for inode, port in ports.items() if port not in found}
+        nobodys = nobodys & missed if look else missed
+        if not nobodys:
+            break
+    kept = {**{ports[inode]: unseen() for inode in nobodys}, **found}
+    return {str(port): holder for port, holder in kept.items()}
+
+
+def listening_sockets() -> Dict[str, int]:
+    """TCP ports that are listened on, by the socket's inode."""
+    ports = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in (read(table) or "").splitlines()[1:]:
             fields = line.split()
             if len(fields) > 9 and fields[3] == "0A":
                 ports[fields[9]] = int(fields[1].rsplit(":", 1)[1], 16)
-    if not ports:
-        return {}
-    found: Dict[str, Dict[str, Any]] = {
-        str(port): {"pid": 0, "user": "?", "command": "?", "unit": None} for port in ports.values()
-    }
-    for folder in glob.glob("/proc/[0-9]*/fd"):
+    return ports
+
+
+def holders(ports: Mapping[str, int]) -> Dict[int, Dict[str, Any]]:
+    """The first process seen that has each of these sockets open, by port."""
+    found: Dict[int, Dict[str, Any]] = {}
+    for folder in glob.glob("/proc/[0-9]*/fd") if ports else ():
         try:
             names = os.listdir(folder)
         except OSError:
@@ -263,8 +297,10 @@ def listening() -> Dict[str, Dict[str, Any]]:
             except OSError:
                 continue
             port = ports.get(link[len("socket:[") : -1]) if link.startswith("socket:[") else None
-            if port is not None and not found[str(port)]["pid"]:
-                found[str(port)] = process(int(folder.split("/")[2]))
+            if port is not None and port not in found:
+                holder = process(int(folder.split("/")[2]))
+                if holder:
+                    found[port] = holder
     return found
 
 
@@ -281,6 +317,32 @@ def query_cards() -> Tuple[int, str, str]:
         fields.remove(unknown.group(1))
 
 
+def query_apps() -> Tuple[int, str, str]:
+    """nvidia-smi's list of the processes that compute on cards."""
+    fields = "gpu_uuid,pid,process_name,used_memory"
+    return output(
+        "nvidia-smi", f"--query-compute-apps={fields}", "--format=csv", seconds=CARD_SECONDS
+    )
+
+
+def card_holders(apps: str) -> List[Dict[str, Any]]:
+    """The processes of such a list, with the card and its memory that each holds."""
+    found = []
+    for line in apps.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) >= 3 and fields[1].isdigit():
+            memory = re.match(r"\d+", fields[-1])
+            pid = int(fields[1])
+            found.append(
+                {
+                    "uuid": fields[0],
+                    "memory_mib": int(memory.group(0)) if memory else None,
+                    **(process(pid) or unseen(pid)),
+                }
+            )
+    return found
+
+
 def nvidia() -> Dict[str, Any]:
     """Texts of nvidia-smi: the cards, their links, and the processes that hold them."""
     driver = read("/proc/driver/nvidia/version")
@@ -289,12 +351,7 @@ def nvidia() -> Dict[str, Any]:
     texts = side_by_side(
         {
             "csv": query_cards,
-            "apps": lambda: output(
-                "nvidia-smi",
-                "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
-                "--format=csv",
-                seconds=CARD_SECONDS,
-            ),
+            "apps": query_apps,
             "topo": lambda: output("nvidia-smi", "topo", "-m", seconds=CARD_SECONDS),
             "p2p": lambda: output("nvidia-smi", "topo", "-p2p", "r", seconds=CARD_SECONDS),
             "head": lambda: output("nvidia-smi", seconds=CARD_SECONDS),
@@ -305,18 +362,8 @@ def nvidia() -> Dict[str, Any]:
         said = (error.strip() + "\n" + text.strip()).strip()[:500]
         return {"present": True, "error": said or f"exit code {code}", "csv": "", "driver": driver}
     apps = texts["apps"][1] if texts["apps"] else ""
-    holders = []
-    for line in apps.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) >= 3 and fields[1].isdigit():
-            memory = re.match(r"\d+", fields[-1])
-            holders.append(
-                {
-                    "uuid": fields[0],
-                    "memory_mib": int(memory.group(0)) if memory else None,
-                    **process(int(fields[1])),
-                }
-            )
+    if any(not runs(holder["pid"]) for holder in card_holders(apps)):
+        apps = query_apps()[1]  # it has ended since; what is still told is in a container
     plain = {
         name: answer[1] if (answer := texts[name]) and answer[0] == 0 else ""
         for name in ("topo", "p2p", "head")
@@ -325,7 +372,7 @@ def nvidia() -> Dict[str, Any]:
         "present": True,
         "error": None,
         "csv": text,
-        "holders": holders,
+        "holders": card_holders(apps),
         "topo": plain["topo"],
         "p2p": plain["p2p"],
         "head": "\n".join(plain["head"].splitlines()[:5]),

@@ -631,6 +631,21 @@ def test_a_port_that_is_taken_does_not_hide_the_rest(made: Callable[..., Case]) 
     assert {"port-in-use", "not-deployed"} <= set(ids(case))
 
 
+def test_a_process_that_the_host_does_not_show_is_not_to_be_killed_by_number(
+    made: Callable[..., Case],
+) -> None:
+    """`kill 0` would end the operator's own session; a pid of a container is another's here."""
+    nobody = {"pid": 0, "user": "?", "command": "?", "unit": None}
+    cards = {"holders": [{**nobody, "pid": 4711, "uuid": "GPU-0000", "memory_mib": 9}]}
+    case = state(listening={"8001": nobody}, cards=cards)(made())
+    found = [one for one in diagnose(case) if one.id in ("port-in-use", "card-memory-taken")]
+    assert len({one.id for one in found}) == 2
+    for one in found:
+        assert "a process that this host does not show" in one.text
+        assert "stop it, or" in one.note
+        assert not one.remedy
+
+
 def test_a_held_host_is_not_told_of_its_stopped_instances(made: Callable[..., Case]) -> None:
     case = state(held={"who": "ann"}, units={A: unit("inactive")})(made())
     assert "instance-stopped" not in ids(case)

@@ -222,6 +222,17 @@ def test_foreign_memory_without_a_process_is_somebody_s_and_our_own_is_not(
     assert not of(verdicts(tmp_path, **busy, **ours), "refused")
 
 
+def test_a_process_that_the_host_does_not_show_has_no_number_of_its_own(tmp_path: Path) -> None:
+    nobody = {"pid": 0, "user": "?", "command": "?", "unit": None}
+    (port,) = of(verdicts(tmp_path, listening={"8001": nobody}), "refused")
+    assert "port 8001 of instance glm-a is taken by a process that this host does not show" in port
+    assert "pid 0" not in port
+    held = {**nobody, "pid": 77, "uuid": "GPU-0000", "memory_mib": 9}
+    (card,) = of(verdicts(tmp_path, **cards(holders=[held])), "refused")
+    assert "card 0 of instance glm-a is held by a process that this host does not show" in card
+    assert "(pid 77 there)" in card
+
+
 def test_a_foreign_process_is_named_once_with_its_owner_and_unit(tmp_path: Path) -> None:
     holder = {
         "uuid": "GPU-0000",

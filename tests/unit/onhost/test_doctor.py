@@ -55,7 +55,10 @@ def test_engines_and_servers_outside_our_units_are_told(process: Any) -> None:
     assert ours == {engine: "engine", server: "server"}
 
 
-def test_an_engine_of_a_server_that_is_told_is_not_told_again() -> None:
+def test_an_engine_of_a_server_that_is_told_is_not_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "process", lambda pid: {"pid": pid, "unit": None})
     table = {
         9: (1, "bash -c vllm serve m"),
         10: (9, "sh start.sh"),
@@ -66,6 +69,10 @@ def test_an_engine_of_a_server_that_is_told_is_not_told_again() -> None:
     }
     found = [(one["pid"], one["workers"]) for one in doctor.strangers(table)]
     assert found == [(11, [12, 13]), (20, [])]
+
+
+def test_an_engine_that_has_just_ended_is_no_orphan() -> None:
+    assert doctor.strangers({999999999: (1, "VLLM::EngineCore")}) == []
 
 
 def test_names_are_read_from_a_launch_script() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +240,74 @@ def test_the_fabrics_file_is_no_instance(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("a", "fabric"):
         (tmp_path / f"{name}.env").write_text('FLEET_RELEASE="/opt/vllm/releases/r"\n')
     assert list(script.instances()) == ["a"]
+
+
+# --- who listens
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port that this process listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_who_listens_is_told_by_port(listener: int) -> None:
+    assert script.listening()[str(listener)]["pid"] == os.getpid()
+
+
+def test_who_ends_while_it_is_looked_at_holds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ended after the sockets were read, and before the processes were.
+    read = script.listening_sockets
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def then_ends() -> dict[str, int]:
+            found = read()
+            server.close()
+            return found
+
+        monkeypatch.setattr(script, "listening_sockets", then_ends)
+        assert str(port) not in script.listening()
+
+
+def test_who_ends_while_it_is_described_is_nobody(
+    listener: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its unit was read too late: told as it stands, it would be a stranger on our port.
+    describe, asked = script.process, []
+    monkeypatch.setattr(script, "process", lambda pid: asked.append(pid) or describe(pid))
+    monkeypatch.setattr(script, "runs", lambda pid: len(asked) > 1)
+    assert script.listening()[str(listener)]["pid"] == os.getpid()
+    assert len(asked) > 1
+
+
+def test_a_socket_without_a_process_is_told_in_the_end(
+    listener: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the kernel itself, or of a container's process.
+    monkeypatch.setattr(script, "holders", lambda ports: {})
+    assert script.listening()[str(listener)] == script.unseen()
+
+
+def test_a_zombie_does_not_run() -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not script.runs(child.pid)
+    assert script.process(child.pid) is None
+    child.wait()
+    assert not script.runs(child.pid)
+    assert script.runs(os.getpid())
+
+
+def test_cards_are_asked_for_again_where_a_process_has_ended(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    smi(tmp_path)
+    text = (tmp_path / "nvidia-smi").read_text()
+    gone = 'echo "GPU-1, 999999999, [Not Found], [N/A]"'
+    assert gone in text
+    tool(
+        tmp_path, "nvidia-smi", text.replace(gone, f"[ -e {said} ] || {{ touch {said}; {gone}; }}")
+    )
+    (holder,) = look(tmp_path)["cards"]["holders"]
+    assert holder["pid"] == os.getpid()
