@@ -1,11 +1,12 @@
 """Makes tiny models with random weights on the spot: GLM-4 and Qwen3, as vLLM loads them.
 
-    python -m tests.testbed.tiny_models DIR [--kind glm4|qwen3] [--pad-mib N]
+    python -m tests.testbed.tiny_models DIR [--kind glm4|qwen3] [--size tiny|small] [--pad-mib N]
 
-Two layers, a vocabulary of 1024, bfloat16, three shards with an index, a byte-level BPE
-tokenizer trained here, a chat template, a generation config. Answers are nonsense that
-streams: the weights are random, and the same for the same seed. Standard library alone, so
-that it runs on any machine in well under a second.
+A vocabulary of 1024, bfloat16, three shards with an index, a byte-level BPE tokenizer trained
+here, a chat template, a generation config. Answers are nonsense that streams: the weights are
+random, and the same for the same seed. Standard library alone, so that it runs on any machine,
+in well under a second for a tiny one. A small one is large enough to compute for as long on a
+core as large models do on a card; its weights take some seconds to make.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from typing import Any, Literal
 Kind = Literal["glm4", "qwen3"]
 KINDS: tuple[Kind, ...] = ("glm4", "qwen3")
 
-HIDDEN, INTERMEDIATE, LAYERS = 64, 128, 2
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32  # 32 is the least head size of vLLM's CPU attention
 VOCABULARY = 1024
 CONTEXT = 8192
 PAD_ROWS = 1 << 10  # rows of a padding tensor, 1 KiB each in bfloat16
@@ -43,6 +42,25 @@ TEXT = (
     "你好，谢谢，今天天气很好，明天我们去城市里看音乐会。为什么，怎么样，什么时候，在哪里，谁。"
 )
 PIECES = re.compile(r" ?[^\W\d_]+| ?\d+| ?[^\s\w]+|\s+")  # close to the GPT-2 split of ByteLevel
+
+
+@dataclass(frozen=True)
+class Size:
+    """What grows with a model; the names are those of config.json."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SIZES = {
+    "tiny": Size(64, 128, 2, 4, 2, 32),  # 32 is the least head size of vLLM's CPU attention
+    "small": Size(1024, 3072, 16, 16, 8, 64),  # some 200 million weights
+}
+TINY = SIZES["tiny"]
 
 
 @dataclass(frozen=True)
@@ -81,15 +99,23 @@ FAMILIES: dict[Kind, _Family] = {
 }  # fmt: skip
 
 
-def make(directory: Path, kind: Kind, *, seed: int = 1, shards: int = 3, pad_mib: int = 0) -> Path:
+def make(
+    directory: Path,
+    kind: Kind,
+    *,
+    size: Size = TINY,
+    seed: int = 1,
+    shards: int = 3,
+    pad_mib: int = 0,
+) -> Path:
     """Write a model into a directory (made when missing). Returns the directory.
 
-    ``pad_mib`` adds that much to the shards, as tensors of a third layer that neither
+    ``pad_mib`` adds that much to the shards, as tensors of a further layer that neither
     architecture loads: for downloads that shall take a while, not for serving.
     """
     family = FAMILIES[kind]
     directory.mkdir(parents=True, exist_ok=True)
-    _write_weights(directory, kind, random.Random(f"{kind}-{seed}"), shards, pad_mib)
+    _write_weights(directory, tensors(kind, size), random.Random(f"{kind}-{seed}"), shards, pad_mib)
     _write_tokenizer(directory, family)
     end = list(range(VOCABULARY - len(family.special), VOCABULARY))[:2]
     _json(
@@ -97,12 +123,12 @@ def make(directory: Path, kind: Kind, *, seed: int = 1, shards: int = 3, pad_mib
         {
             "architectures": [family.architecture],
             "model_type": family.model_type,
-            "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
+            "hidden_size": size.hidden,
+            "intermediate_size": size.intermediate,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": size.heads,
+            "num_key_value_heads": size.kv_heads,
+            "head_dim": size.head_dim,
             "vocab_size": VOCABULARY,
             "max_position_embeddings": CONTEXT,
             "hidden_act": "silu",
@@ -122,12 +148,12 @@ def make(directory: Path, kind: Kind, *, seed: int = 1, shards: int = 3, pad_mib
 
 
 def make_adapter(directory: Path, kind: Kind, *, rank: int = 8, seed: int = 1) -> Path:
-    """Write a LoRA adapter for a model of this kind, strong enough to change every answer."""
+    """Write a LoRA adapter for a tiny model of this kind, strong enough to change every answer."""
     directory.mkdir(parents=True, exist_ok=True)
     modules = ("q_proj", "v_proj")
-    shapes = {name: shape for name, (shape, _) in tensors(kind).items()}
+    shapes = {name: shape for name, (shape, _) in tensors(kind, TINY).items()}
     wanted: dict[str, tuple[tuple[int, ...], str]] = {}
-    for layer in range(LAYERS):
+    for layer in range(TINY.layers):
         for module in modules:
             at = f"model.layers.{layer}.self_attn.{module}"
             rows, columns = shapes[f"{at}.weight"]
@@ -152,44 +178,50 @@ def make_adapter(directory: Path, kind: Kind, *, rank: int = 8, seed: int = 1) -
     return directory
 
 
-def tensors(kind: Kind) -> dict[str, tuple[tuple[int, ...], str]]:
+def tensors(kind: Kind, size: Size) -> dict[str, tuple[tuple[int, ...], str]]:
     """Every tensor of an architecture: name to (shape, "norm" | "bias" | "head" | "weight")."""
-    wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
     found: dict[str, tuple[tuple[int, ...], str]] = {
-        "model.embed_tokens.weight": ((VOCABULARY, HIDDEN), "weight")
+        "model.embed_tokens.weight": ((VOCABULARY, size.hidden), "weight")
     }
-    for layer in range(LAYERS):
+    for layer in range(size.layers):
         at = f"model.layers.{layer}"
         for name, rows in (("q", wide), ("k", narrow), ("v", narrow)):
-            found[f"{at}.self_attn.{name}_proj.weight"] = ((rows, HIDDEN), "weight")
+            found[f"{at}.self_attn.{name}_proj.weight"] = ((rows, size.hidden), "weight")
             if kind == "glm4":
                 found[f"{at}.self_attn.{name}_proj.bias"] = ((rows,), "bias")
-        found[f"{at}.self_attn.o_proj.weight"] = ((HIDDEN, wide), "weight")
+        found[f"{at}.self_attn.o_proj.weight"] = ((size.hidden, wide), "weight")
         norms = ["input_layernorm", "post_attention_layernorm"]
         if kind == "glm4":
             norms += ["post_self_attn_layernorm", "post_mlp_layernorm"]
-            found[f"{at}.mlp.gate_up_proj.weight"] = ((2 * INTERMEDIATE, HIDDEN), "weight")
+            found[f"{at}.mlp.gate_up_proj.weight"] = (
+                (2 * size.intermediate, size.hidden),
+                "weight",
+            )
         else:
             for name in ("q_norm", "k_norm"):
-                found[f"{at}.self_attn.{name}.weight"] = ((HEAD_DIM,), "norm")
+                found[f"{at}.self_attn.{name}.weight"] = ((size.head_dim,), "norm")
             for name in ("gate_proj", "up_proj"):
-                found[f"{at}.mlp.{name}.weight"] = ((INTERMEDIATE, HIDDEN), "weight")
-        found[f"{at}.mlp.down_proj.weight"] = ((HIDDEN, INTERMEDIATE), "weight")
+                found[f"{at}.mlp.{name}.weight"] = ((size.intermediate, size.hidden), "weight")
+        found[f"{at}.mlp.down_proj.weight"] = ((size.hidden, size.intermediate), "weight")
         for norm in norms:
-            found[f"{at}.{norm}.weight"] = ((HIDDEN,), "norm")
-    found["model.norm.weight"] = ((HIDDEN,), "norm")
-    found["lm_head.weight"] = ((VOCABULARY, HIDDEN), "head")
+            found[f"{at}.{norm}.weight"] = ((size.hidden,), "norm")
+    found["model.norm.weight"] = ((size.hidden,), "norm")
+    found["lm_head.weight"] = ((VOCABULARY, size.hidden), "head")
     return found
 
 
 def _write_weights(
-    directory: Path, kind: Kind, rng: random.Random, shards: int, pad_mib: int
+    directory: Path,
+    wanted: dict[str, tuple[tuple[int, ...], str]],
+    rng: random.Random,
+    shards: int,
+    pad_mib: int,
 ) -> None:
-    wanted = tensors(kind)
     names = list(wanted)
     per_shard = -(-len(names) // shards)
     padding = [f"padding.{number}" for number in range(pad_mib)]
-    wanted |= dict.fromkeys(padding, ((PAD_ROWS, 512), "weight"))
+    wanted = wanted | dict.fromkeys(padding, ((PAD_ROWS, 512), "weight"))
     where: dict[str, str] = {}
     total = 0
     for number in range(shards):
@@ -365,12 +397,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="qwen3")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pad-mib", type=int, default=0, help="make the shards larger")
     options = parser.parse_args()
-    make(options.directory, options.kind, seed=options.seed, pad_mib=options.pad_mib)
-    size = sum(path.stat().st_size for path in options.directory.iterdir())
-    print(f"{options.directory}: {options.kind}, {size / 1e6:.1f} MB")
+    size = SIZES[options.size]
+    make(options.directory, options.kind, size=size, seed=options.seed, pad_mib=options.pad_mib)
+    written = sum(path.stat().st_size for path in options.directory.iterdir())
+    print(f"{options.directory}: {options.kind}, {written / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

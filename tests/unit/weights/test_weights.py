@@ -286,7 +286,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
 def test_weights_are_small_numbers_and_the_vocabulary_is_whole(model: Path) -> None:
     shard = model / "model-00001-of-00003.safetensors"
     length = struct.unpack("<Q", shard.read_bytes()[:8])[0]
-    data = shard.read_bytes()[8 + length :][: 2 * tiny_models.HIDDEN]
+    data = shard.read_bytes()[8 + length :][: 2 * tiny_models.TINY.hidden]
     for low, high in zip(data[0::2], data[1::2], strict=True):
         number = struct.unpack("<f", bytes((0, 0, low, high)))[0]
         assert 0.015 < abs(number) < 0.032
