@@ -22,7 +22,10 @@ _FRAME = (
     r"(?:(?:\w+\.)*\w*(?:Error|Exception)|(?:\w+\.)+(?:errors?|exc|exceptions)\.[A-Z]\w+)\b"
     r"(?:: (?!{points}).*)?$)"
 )
-_POINTS_UP = "Engine (?:core init|loop )|Worker failed with|WorkerProc init|EngineCore enc|Executor failed|cancelled"
+_POINTS_UP = (
+    "Engine (?:core init|loop )|Worker failed with|WorkerProc init|EngineCore enc|"
+    "Executor failed|cancelled"
+)
 
 
 class Rank(IntEnum):
