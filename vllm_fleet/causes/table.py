@@ -18,10 +18,14 @@ VERSION = re.compile(r"^\d+(\.\d+)*$")
 # frames of libraries between, and lines of other ranks. What only points to a cause above is none.
 _FRAME = (
     r'File "[^"\n]*(?:{path})[^"\n]*", line \d+, in .*\n(?:.*\n){{0,10}}?'
-    r"(?P<line>(?:^|.*(?<!raise)(?<!xcept)[ \t])(?:\w+\.)*\w*(?:Error|Exception)\b"
+    r"(?P<line>(?:^|.*(?<!raise)(?<!xcept)[ \t])"
+    r"(?:(?:\w+\.)*\w*(?:Error|Exception)|(?:\w+\.)+(?:errors?|exc|exceptions)\.[A-Z]\w+)\b"
     r"(?:: (?!{points}).*)?$)"
 )
-_POINTS_UP = "Engine core init|Worker failed with|WorkerProc init|EngineCore enc|Executor failed"
+_POINTS_UP = (
+    "Engine (?:core init|loop )|Worker failed with|WorkerProc init|EngineCore enc|"
+    "Executor failed|cancelled"
+)
 
 
 class Rank(IntEnum):
