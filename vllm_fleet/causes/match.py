@@ -14,6 +14,12 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _SOUND = re.compile(r'" 200 |\bINFO\b|"status": ?"?200\b')
 # Words of clients, which may be anything: a prompt that asks what an error means is no error.
 _REQUESTS = re.compile(r"^.*\b(?:Received request|Generated response) \S+: .*\n?", re.MULTILINE)
+# So may what a model says, in an answer or in the conversation so far. What is no prose stays: rows
+# of exclamation marks and markup of tool calls tell of faults.
+_SAID = re.compile(
+    r"""(?:(?<="content")|(?<='content')|(?<="reasoning")|(?<="reasoning_content")) ?: ?"""
+    r"""(["'])(?=[^"'<!\n]{0,200}[a-z]{2} [a-z]{2})(?:(?!\1)[^\\<\n]|\\.)*\1"""
+)
 _NUMBERS = re.compile(r"\d+")
 MANY_LINES = 2000  # from here on the time of the search counts
 KEPT_OF_A_SHAPE = 50
@@ -45,14 +51,15 @@ def match(text: str, version: str | None = None) -> list[Match]:
     """
     text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     text = _told_once(_REQUESTS.sub("", text))
+    searched = _SAID.sub(lambda said: "." * len(said[0]), text)
     found: list[tuple[tuple[int, int, bool, int], Match]] = []
     for number, cause in enumerate(load()):
         if version is not None and not cause.applies_to(version):
             continue
-        hit = cause.pattern.search(text)
-        if hit is None or (cause.near is not None and not cause.near.search(text)):
+        hit = cause.pattern.search(searched, _last(cause.over, searched))
+        if hit is None or (cause.near is not None and not cause.near.search(searched)):
             continue
-        if cause.unless is not None and cause.unless.search(text):
+        if cause.unless is not None and cause.unless.search(searched):
             continue
         framed = "line" in cause.pattern.groupindex
         position = hit.start("line") if framed else hit.start()
@@ -61,6 +68,11 @@ def match(text: str, version: str | None = None) -> list[Match]:
         order = (int(cause.rank), start, cause.near is None and not framed, number)
         found.append((order, _match(cause, text, position)))
     return _without_doubles(sorted(found, key=lambda pair: pair[0]))
+
+
+def _last(over: re.Pattern[str] | None, text: str) -> int:
+    """The end of the last place where this occurs; 0 where it does not."""
+    return max((place.end() for place in over.finditer(text)), default=0) if over else 0
 
 
 def _without_doubles(found: list[tuple[tuple[int, int, bool, int], Match]]) -> list[Match]:

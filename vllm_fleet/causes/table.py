@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 WHERE = ("engine", "cuda", "nccl", "systemd", "nginx", "modelscope", "client", "install")
+STARTED = re.compile(r"Application startup complete\.")
 VERSION = re.compile(r"^\d+(\.\d+)*$")
 
 # A frame of a traceback in a file of this path, and the exception not far below it: there may be
@@ -45,6 +46,8 @@ class TableError(ValueError):
 class Cause:
     """One known failure. `near` must occur somewhere in the same text, `unless` must not.
 
+    What stands before the last place of `over` no longer counts: the server got through it.
+
     Where the pattern has a group `line`, that is what tells of the cause, else all of it.
     """
 
@@ -57,6 +60,7 @@ class Cause:
     rank: Rank = Rank.ROOT
     near: re.Pattern[str] | None = None
     unless: re.Pattern[str] | None = None
+    over: re.Pattern[str] | None = None
     since: tuple[int, ...] | None = None  # first vLLM version it happens in
     before: tuple[int, ...] | None = None  # first vLLM version it no longer happens in
 
@@ -101,7 +105,7 @@ def parse(text: str) -> tuple[Cause, ...]:
 def _entry(entry: dict[str, Any], name: str) -> Cause:
     found = "frame" if "frame" in entry else "pattern"
     known = {"id", found, "where", "cause", "remedy", "source"}
-    optional = {"rank", "near", "unless", "since", "before"}
+    optional = {"rank", "near", "unless", "over", "since", "before"}
     if missing := known - set(entry):
         raise TableError(f"{name}: {', '.join(sorted(missing))}: missing")
     if unknown := set(entry) - known - optional:
@@ -129,9 +133,17 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
         rank=Rank[rank],
         near=_pattern(entry, "near", name) if "near" in entry else None,
         unless=_pattern(entry, "unless", name) if "unless" in entry else None,
+        over=_over(entry, name),
         since=parse_version(entry["since"]) if "since" in entry else None,
         before=parse_version(entry["before"]) if "before" in entry else None,
     )
+
+
+def _over(entry: dict[str, Any], name: str) -> re.Pattern[str] | None:
+    """Where a server started, what it met on the way to its weights is over."""
+    if "over" in entry:
+        return _pattern(entry, "over", name)
+    return STARTED if entry["where"] == "modelscope" else None
 
 
 def _frame(entry: dict[str, Any], name: str) -> re.Pattern[str]:

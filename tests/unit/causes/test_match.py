@@ -188,3 +188,21 @@ def test_the_last_error_in_words_of_its_own_is_told() -> None:
     assert last_error(own + points + LAST_LINES) == "ValueError: the moon is too bright"
     assert match(own + points + LAST_LINES)[0].rank is Rank.GENERIC
     assert last_error(BOOT + LAST_LINES) == ""
+
+
+SILENT = "(EngineCore pid=3) INFO No available shared memory broadcast block found in 60 seconds.\n"
+STARTED = "(APIServer pid=2) INFO:     Application startup complete.\n"
+
+
+def test_what_a_server_got_through_is_over_and_what_comes_later_is_not() -> None:
+    assert match(SILENT + STARTED) == []
+    assert [one.id for one in match(SILENT + STARTED + SILENT)] == ["worker-silent"]
+    assert [one.id for one in match(STARTED + SILENT)] == ["worker-silent"]
+
+
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_what_a_model_says_is_no_line_of_a_log(quote: str) -> None:
+    said = "it says RuntimeError: CUDA error: out of memory, and then stops"
+    answer = f"{{{quote}content{quote}: {quote}{said}{quote}}}"
+    assert match(answer) == []
+    assert {one.line for one in match(f"{answer} {said}")} == {f"{answer} {said}"}
