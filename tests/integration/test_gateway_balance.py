@@ -257,7 +257,7 @@ def test_a_hot_session_brings_no_instance_over_the_bound() -> None:
     """Forty streams of one session at once on four instances: at most 1.3 times ten each."""
     with engines_of(4) as four, running([pool("m", ports(four))]) as nginx:
         for engine in four:
-            engine.chunk_gap, engine.chunks = 0.2, 40
+            engine.chunk_gap, engine.chunks = 0.2, 600
         connections = [nginx.connect() for _ in range(40)]
         body = json.dumps({"model": "m", "stream": True})
         for connection in connections:
@@ -467,7 +467,7 @@ def marked(engines: list[Engine], **settings: Any) -> Iterator[tuple[Nginx, Mark
 
 def test_a_drain_mark_acts_at_once_and_lasts(engines: list[Engine]) -> None:
     a = engines[0]
-    a.chunk_gap, a.chunks = 0.1, 20
+    a.chunk_gap, a.chunks = 0.1, 600
     with marked(engines) as (nginx, marks):
         streams = []
         while not a.in_flight:
@@ -476,6 +476,7 @@ def test_a_drain_mark_acts_at_once_and_lasts(engines: list[Engine]) -> None:
         before = len(a.hits)
         assert {nginx.chat("m")[2]["engine"] for _ in range(8)} == {"b"}
         assert (nginx.instances()["gpu-01/m-1"]["draining"], len(a.hits)) == (True, before)
+        a.chunk_gap = 0
         assert all(stream.rest().endswith(b"data: [DONE]\n\n") for stream in streams)
         wait_for(lambda: marks("drain", "gpu-01/m-1") == "0")
         nginx.reload()

@@ -120,7 +120,7 @@ def test_keys_change_without_a_reload(engine: Engine) -> None:
             return all(status(name) == wanted for _ in range(12))
 
         workers = nginx.workers
-        engine.chunk_gap, engine.chunks = 0.1, 30
+        engine.chunk_gap, engine.chunks = 0.1, 600
         with contextlib.closing(nginx.connect()) as connection:
             body = b'{"model":"m","stream":true}'
             connection.request("POST", "/v1/chat/completions", body, bearer("sk-old"))
@@ -128,6 +128,8 @@ def test_keys_change_without_a_reload(engine: Engine) -> None:
             put_keys(nginx, [key("new"), key("both")])
             wait_for(lambda: everywhere("new", 200) and everywhere("old", 401))
             assert status("both") == 200
+            assert engine.in_flight == 1
+            engine.chunk_gap = 0
             assert stream.read().endswith(b"data: [DONE]\n\n")  # what runs is not cut
         assert nginx.workers == workers
         wait_for(lambda: "keys.json changed: the keys in it hold from now on" in nginx.errors())

@@ -409,7 +409,7 @@ def drained(nginx: Nginx, verb: str, instance: str, **more: Any) -> tuple[int, A
 
 def test_drain_and_undrain(pair: Nginx, engines: list[Engine]) -> None:
     a = engines[0]
-    a.chunk_gap, a.chunks = 0.05, 40
+    a.chunk_gap, a.chunks = 0.1, 600
     with ExitStack() as stack:
         connection = pair.connect()
         stack.callback(connection.close)
@@ -437,6 +437,7 @@ def test_drain_and_undrain(pair: Nginx, engines: list[Engine]) -> None:
         page = ask(pair, "GET", "/status", {"Accept": "text/html"})[2].decode()
         assert '<span class="state draining">draining</span>' in page
         # the stream that runs there ends whole
+        a.chunk_gap = 0
         assert answer.read().endswith(b"data: [DONE]\n\n")
         one = ask(pair, "GET", "/drain?instance=gpu-01/m-1")[2]
         wait_for(
