@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from vllm_fleet.causes.table import Cause, Rank, load
+from vllm_fleet.causes.table import STARTED, Cause, Rank, load
 
 # Colours, and the carriage returns of progress bars that would hide a line in another.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -17,8 +17,22 @@ _REQUESTS = re.compile(r"^.*\b(?:Received request|Generated response) \S+: .*\n?
 # So may what a model says, in an answer or in the conversation so far. What is no prose stays: rows
 # of exclamation marks and markup of tool calls tell of faults.
 _SAID = re.compile(
-    r"""(?:(?<="content")|(?<='content')|(?<="reasoning")|(?<="reasoning_content")) ?: ?"""
-    r"""(["'])(?=[^"'<!\n]{0,200}[a-z]{2} [a-z]{2})(?:(?!\1)[^\\<\n]|\\.)*\1"""
+    r"""(?:["'](?:content|text|delta|thinking|reasoning(?:_content)?)["'] ?: ?|\bcontent=)"""
+    r"""(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
+)
+_PROSE = re.compile(r"(?:[^\W\d_]{2} [^\W\d_]{2}|[\u4e00-\u9fff]{4})")
+_MARKUP = re.compile(r"<(?:\||/?(?:tool|function|arg|think))|!{16}")
+# A request that was sent again and answered then; a stop that was asked for and ended well.
+_RETRIED = re.compile(
+    r'^.*HTTP Request: \S+ \S+ "HTTP/[\d.]+ (?:429|5\d\d)\b.*\n(?:.*\n){0,3}?.*Retrying request to '
+    r'.*\n(?=(?:.*\n){0,40}?.*HTTP Request: \S+ \S+ "HTTP/[\d.]+ 200\b)',
+    re.MULTILINE,
+)
+_STOPPED = re.compile(
+    r"^.*systemd\[\d+\]: Stopping (?P<unit>\S+?)(?: - .*)?(?:\.\.\.|…)?\n"
+    r"(?:(?!.*(?:timed out|SIGKILL|Failed with result|systemd\[\d+\]: Start)).*\n){0,400}?"
+    r".*systemd\[\d+\]: (?P=unit): Deactivated successfully",
+    re.MULTILINE,
 )
 _NUMBERS = re.compile(r"\d+")
 MANY_LINES = 2000  # from here on the time of the search counts
@@ -51,21 +65,37 @@ def match(text: str, version: str | None = None) -> list[Match]:
     """
     text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     text = _told_once(_REQUESTS.sub("", text))
-    searched = _SAID.sub(lambda said: "." * len(said[0]), text)
-    found: list[tuple[tuple[int, int, bool, int], Match]] = []
+    searched = _without_what_is_well(text)
+    started = _last(STARTED, searched)
+    overs: dict[re.Pattern[str] | None, int] = {}
+    found: list[tuple[tuple[bool, int, int, bool, int], Match]] = []
     for number, cause in enumerate(load()):
         if version is not None and not cause.applies_to(version):
             continue
-        hit = cause.pattern.search(searched, _last(cause.over, searched))
+        # What came after the last start, where anything did, is why it is not well now.
+        if cause.over not in overs:  # few differ
+            overs[cause.over] = _last(cause.over, searched)
+        over = overs[cause.over]
+        hit = cause.pattern.search(searched, max(started, over))
+        if hit is None and over < started:
+            hit = cause.pattern.search(searched, over, started)
         if hit is None or (cause.near is not None and not cause.near.search(searched)):
             continue
         if cause.unless is not None and cause.unless.search(searched):
             continue
         framed = "line" in cause.pattern.groupindex
-        position = hit.start("line") if framed else hit.start()
+        position = hit.start("line") if framed and hit["line"] is not None else hit.start()
+        while text[position : position + 1] == "\n":  # a pattern that begins at the end of a line
+            position += 1
         start = text.rfind("\n", 0, position) + 1
         # On one line the entry that also knows its surroundings says more.
-        order = (int(cause.rank), start, cause.near is None and not framed, number)
+        order = (
+            position < started,
+            int(cause.rank),
+            start,
+            cause.near is None and not framed,
+            number,
+        )
         found.append((order, _match(cause, text, position)))
     return _without_doubles(sorted(found, key=lambda pair: pair[0]))
 
@@ -75,11 +105,26 @@ def _last(over: re.Pattern[str] | None, text: str) -> int:
     return max((place.end() for place in over.finditer(text)), default=0) if over else 0
 
 
-def _without_doubles(found: list[tuple[tuple[int, int, bool, int], Match]]) -> list[Match]:
+def _without_what_is_well(text: str) -> str:
+    """The text, as long as it was, without what tells of no fault: words of models, sound stops."""
+
+    def blank(found: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", ".", found[0])
+
+    def unless_markup(found: re.Match[str]) -> str:
+        prose = _PROSE.search(found[0]) and not _MARKUP.search(found[0])
+        return blank(found) if prose else found[0]
+
+    return _STOPPED.sub(blank, _RETRIED.sub(blank, _SAID.sub(unless_markup, text)))
+
+
+def _without_doubles(
+    found: list[tuple[tuple[bool, int, int, bool, int], Match]],
+) -> list[Match]:
     """The matches in their order; of what is known by the exception alone, one for each line."""
     seen: set[int] = set()
     kept = []
-    for (_, start, _, _), told in found:
+    for (_, _, start, _, _), told in found:
         if told.rank is Rank.TRACE:
             if start in seen:
                 continue

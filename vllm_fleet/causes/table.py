@@ -13,6 +13,12 @@ import yaml
 
 WHERE = ("engine", "cuda", "nccl", "systemd", "nginx", "modelscope", "client", "install")
 STARTED = re.compile(r"Application startup complete\.")
+# What was fetched whole, by whichever program, after all that went wrong before.
+_FETCHED = re.compile(
+    STARTED.pattern + r"|(?i:successfully (?:downloaded|installed))|^Installed \d+ packages?|"
+    r" saved \[\d+/|Fetching \d+ files: 100%|^\S+: OK$",
+    re.MULTILINE,
+)
 VERSION = re.compile(r"^\d+(\.\d+)*$")
 
 # A frame of a traceback in a file of this path, and the exception not far below it: there may be
@@ -20,7 +26,7 @@ VERSION = re.compile(r"^\d+(\.\d+)*$")
 _FRAME = (
     r'File "[^"\n]*(?:{path})[^"\n]*", line \d+, in .*\n(?:.*\n){{0,10}}?'
     r"(?P<line>(?:^|.*(?<!raise)(?<!xcept)[ \t])"
-    r"(?:(?:\w+\.)*\w*(?:Error|Exception)|(?:\w+\.)+(?:errors?|exc|exceptions)\.[A-Z]\w+)\b"
+    r"(?!(?:\w+\.)*CancelledError\b)(?:(?:\w+\.)*\w*(?:Error|Exception)|(?:\w+\.)+(?:errors?|exc|exceptions)\.[A-Z]\w+)\b"
     r"(?:: (?!{points}).*)?$)"
 )
 _POINTS_UP = (
@@ -140,10 +146,10 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
 
 
 def _over(entry: dict[str, Any], name: str) -> re.Pattern[str] | None:
-    """Where a server started, what it met on the way to its weights is over."""
+    """Where a server started or a file came whole, what hindered it before is over."""
     if "over" in entry:
         return _pattern(entry, "over", name)
-    return STARTED if entry["where"] == "modelscope" else None
+    return _FETCHED if entry["where"] in ("modelscope", "install") else None
 
 
 def _frame(entry: dict[str, Any], name: str) -> re.Pattern[str]:
