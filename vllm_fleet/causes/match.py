@@ -46,6 +46,11 @@ _ERROR = re.compile(
 )
 
 
+# Whether it came before the last start, rank, start of its line, whether the line alone is known,
+# number in the table.
+_Order = tuple[bool, int, int, bool, int]
+
+
 @dataclass(frozen=True)
 class Match:
     """A cause found in a text, and the line that tells of it."""
@@ -67,15 +72,13 @@ def match(text: str, version: str | None = None) -> list[Match]:
     text = _told_once(_REQUESTS.sub("", text))
     searched = _without_what_is_well(text)
     started = _last(STARTED, searched)
-    overs: dict[re.Pattern[str] | None, int] = {}
-    found: list[tuple[tuple[bool, int, int, bool, int], Match]] = []
+    overs = {over: _last(over, searched) for over in {cause.over for cause in load()}}
+    found: list[tuple[_Order, Match]] = []
     for number, cause in enumerate(load()):
         if version is not None and not cause.applies_to(version):
             continue
-        # What came after the last start, where anything did, is why it is not well now.
-        if cause.over not in overs:  # few differ
-            overs[cause.over] = _last(cause.over, searched)
         over = overs[cause.over]
+        # What came after the last start, where anything did, is why it is not well now.
         hit = cause.pattern.search(searched, max(started, over))
         if hit is None and over < started:
             hit = cause.pattern.search(searched, over, started)
@@ -118,9 +121,7 @@ def _without_what_is_well(text: str) -> str:
     return _STOPPED.sub(blank, _RETRIED.sub(blank, _SAID.sub(unless_markup, text)))
 
 
-def _without_doubles(
-    found: list[tuple[tuple[bool, int, int, bool, int], Match]],
-) -> list[Match]:
+def _without_doubles(found: list[tuple[_Order, Match]]) -> list[Match]:
     """The matches in their order; of what is known by the exception alone, one for each line."""
     seen: set[int] = set()
     kept = []

@@ -26,8 +26,19 @@ VERSION = re.compile(r"^\d+(\.\d+)*$")
 _FRAME = (
     r'File "[^"\n]*(?:{path})[^"\n]*", line \d+, in .*\n(?:.*\n){{0,10}}?'
     r"(?P<line>(?:^|.*(?<!raise)(?<!xcept)[ \t])"
-    r"(?!(?:\w+\.)*CancelledError\b)(?:(?:\w+\.)*\w*(?:Error|Exception)|(?:\w+\.)+(?:errors?|exc|exceptions)\.[A-Z]\w+)\b"
+    r"(?!(?:\w+\.)*CancelledError\b)"
+    r"(?:(?:\w+\.)*\w*(?:Error|Exception)|(?:\w+\.)+(?:errors?|exc|exceptions)\.[A-Z]\w+)\b"
     r"(?:: (?!{points}).*)?$)"
+)
+# An HTTP status in the words of clients' libraries, whatever it is; a hub's is not an engine's.
+_OF_HUB = r"(?!\S*(?:modelscope|hugging|\bhf-|hub\b|/api/(?:v1/)?(?:models|datasets)|/simple/))"
+_STATUS = (
+    r"does not indicate success: {0}\b|response code:? ?{0}\b|\b{0}, message=.{{1,80}}url=\S*/v1/|"
+    r"\bERROR {0}: |\bHTTP/2 {0}\b|Exception(?:\$\w+)?: {0}\b|"
+    r"(?:状态码|返回码|错误码|响应码)\D{{0,4}}{0}\b|"
+    rf"\b{{0}} (?:Client|Server) Error: .{{{{0,60}}}}for url: {_OF_HUB}|"
+    rf"(?:Client|Server) error '{{0}}\b.{{{{0,60}}}}for url '{_OF_HUB}|"
+    r"\bHTTP(?: Error)? {0}\b"
 )
 _POINTS_UP = (
     "Engine (?:core init|loop )|Worker failed with|WorkerProc init|EngineCore enc|"
@@ -112,6 +123,8 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
     found = "frame" if "frame" in entry else "pattern"
     known = {"id", found, "where", "cause", "remedy", "source"}
     optional = {"rank", "near", "unless", "over", "since", "before"}
+    if found == "pattern":
+        optional.add("status")
     if missing := known - set(entry):
         raise TableError(f"{name}: {', '.join(sorted(missing))}: missing")
     if unknown := set(entry) - known - optional:
@@ -126,6 +139,8 @@ def _entry(entry: dict[str, Any], name: str) -> Cause:
     rank = entry.get("rank", "root").upper()
     if rank not in Rank.__members__:
         raise TableError(f"{name}: rank: root, symptom, trace or generic")
+    if not re.fullmatch(r"[45]\d\d", entry.get("status", "400")):
+        raise TableError(f"{name}: status: an HTTP status of an error")
     for key in ("since", "before"):
         if key in entry and not VERSION.match(entry[key]):
             raise TableError(f"{name}: {key}: not a version")
@@ -158,8 +173,11 @@ def _frame(entry: dict[str, Any], name: str) -> re.Pattern[str]:
 
 
 def _pattern(entry: dict[str, Any], key: str, name: str) -> re.Pattern[str]:
+    text = entry[key].strip()
+    if key == "pattern" and "status" in entry:
+        text += "|" + _STATUS.format(entry["status"])
     try:
-        pattern = re.compile(entry[key].strip(), re.MULTILINE)
+        pattern = re.compile(text, re.MULTILINE)
     except re.error as error:
         raise TableError(f"{name}: {key}: {error}") from error
     if pattern.search(""):
