@@ -361,9 +361,10 @@ def nvidia() -> Dict[str, Any]:
     if code != 0:
         said = (error.strip() + "\n" + text.strip()).strip()[:500]
         return {"present": True, "error": said or f"exit code {code}", "csv": "", "driver": driver}
-    apps = texts["apps"][1] if texts["apps"] else ""
-    if any(not runs(holder["pid"]) for holder in card_holders(apps)):
-        apps = query_apps()[1]  # it has ended since; what is still told is in a container
+    holding = card_holders(texts["apps"][1] if texts["apps"] else "")
+    if any(not runs(holder["pid"]) for holder in holding):
+        code, apps, _ = query_apps()  # it has ended since; what is still told is in a container
+        holding = card_holders(apps) if code == 0 else holding
     plain = {
         name: answer[1] if (answer := texts[name]) and answer[0] == 0 else ""
         for name in ("topo", "p2p", "head")
@@ -372,7 +373,7 @@ def nvidia() -> Dict[str, Any]:
         "present": True,
         "error": None,
         "csv": text,
-        "holders": card_holders(apps),
+        "holders": holding,
         "topo": plain["topo"],
         "p2p": plain["p2p"],
         "head": "\n".join(plain["head"].splitlines()[:5]),

@@ -300,14 +300,18 @@ def test_a_zombie_does_not_run() -> None:
     assert script.runs(os.getpid())
 
 
-def test_cards_are_asked_for_again_where_a_process_has_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("again", "pids"), [("true", [os.getpid()]), ("exit 9", [os.getpid(), 999999999])]
+)
+def test_cards_are_asked_for_again_where_a_process_has_ended(
+    tmp_path: Path, again: str, pids: list[int]
+) -> None:
+    """Where the second answer does not come, the first one stands: no card looks free for it."""
     said = tmp_path / "said"
     smi(tmp_path)
     text = (tmp_path / "nvidia-smi").read_text()
     gone = 'echo "GPU-1, 999999999, [Not Found], [N/A]"'
     assert gone in text
-    tool(
-        tmp_path, "nvidia-smi", text.replace(gone, f"[ -e {said} ] || {{ touch {said}; {gone}; }}")
-    )
-    (holder,) = look(tmp_path)["cards"]["holders"]
-    assert holder["pid"] == os.getpid()
+    once = f"if [ -e {said} ]; then {again}; else touch {said}; {gone}; fi"
+    tool(tmp_path, "nvidia-smi", text.replace(gone, once))
+    assert [holder["pid"] for holder in look(tmp_path)["cards"]["holders"]] == pids
